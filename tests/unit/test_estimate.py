@@ -239,3 +239,15 @@ def test_a_thousand_devices_that_are_not_here():
     found = px.estimate(task, optax.adam(1e-3), plan, batch, machine)
     assert found.seconds > 0
     assert found.fits
+
+
+def test_tiles_of_a_tpu_are_counted():
+    """A weight of 96 columns takes those of 128, unless its rows are the last dim."""
+    task, batch, _ = perceptron(layers=2, width=100, rows=512)
+    tpu = px.Machine.preset("TPU-v5e")
+    found = px.estimate(task, optax.adam(1e-3), px.Plan(), batch, tpu)
+    traced = record_step(task, optax.adam(1e-3), px.Plan(), batch)
+    assert found.memory["padding"] >= 3 * 2 * 4 * (104 * 128 - 100 * 100)
+    assert found.peak == pytest.approx(peak_bytes(traced, "tpu"), abs=4096)
+    other = dataclasses.replace(tpu, platform="cpu")
+    assert "padding" not in px.estimate(task, optax.adam(1e-3), px.Plan(), batch, other).memory

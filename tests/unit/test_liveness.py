@@ -18,7 +18,9 @@ from plurax.trace.flatten import Flattener
 from plurax.trace.kernel_order import breadth_first, depth_first
 from plurax.trace.kernels import kernels
 from plurax.trace.liveness import Buffer, pack, peak_bytes, temporaries
+from plurax.trace.product_operands import only_multiplied
 from plurax.trace.step_trace import Value
+from plurax.trace.xla_tpu import tiled_size
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # --- By hand --------------------------------------------------------------------------------------
@@ -270,3 +272,63 @@ def test_a_gpu_computes_a_result_when_it_is_wanted():
     assert names == branch("cos") + branch("tanh")
     # Two products are in memory at once, not one of each branch.
     assert round(temporaries(block, [], rules_of("gpu")) / MATRIX, 2) == 2
+
+
+def test_tiles_of_a_tpu():
+    """Of the dims, those two are the last that leave the least unused."""
+    assert tiled_size((6, 96, 3, 12, 64)) == 6 * 3 * 12 * 64 * 128  # 96 of each 128
+    assert tiled_size((512, 96)) == 96 * 512
+    assert tiled_size((16, 6, 197, 197)) == 6 * 197 * 16 * 256  # 16 rows, 197 of 256 columns
+    assert tiled_size((3,)) == tiled_size((1, 3, 1)) == 128
+    rules, image = rules_of("tpu"), Value(jax.ShapeDtypeStruct((16, 32, 32, 64), jnp.float32))
+    assert rules.size(image, False) == 2 * 4 * 16 * 32 * 32 * 64  # 64 of 128 columns
+    assert rules.size(image, True) == 4 * 16 * 32 * 32 * 64
+    assert rules.size(Value(jax.ShapeDtypeStruct((), jnp.int32)), False) == 512
+
+
+def test_what_only_products_read_is_kept_in_bfloat16_on_tpus():
+    def fun(x, w, precision=None):
+        h = jnp.tanh(x)  # both products read it
+        return [jnp.dot(h, w, precision=precision), jnp.dot(w, h, precision=precision)]
+
+    block = flat(fun, x, y)
+    (tanh,) = (op.outputs[0] for op in block.ops if op.name == "tanh")
+    assert only_multiplied(block) == {tanh, block.inputs[1]}
+    assert only_multiplied(flat(lambda x, w: fun(x, w, "highest"), x, y)) == set()
+    # Beside it both results are in memory.
+    assert round(temporaries(block, [], rules_of("cpu")) / MATRIX, 2) == 3
+    assert round(temporaries(block, [], rules_of("tpu")) / MATRIX, 2) == 2.5
+
+
+def test_a_stack_that_only_products_read_is_kept_in_bfloat16_on_tpus():
+    """A loop computes four rows, and the next one multiplies them."""
+
+    def fun(x, w):
+        _, rows = jax.lax.scan(lambda h, _: (h + 1, jnp.tanh(h)), x, None, length=4)
+        return jax.lax.scan(lambda h, row: (h + row @ w, None), x, rows)[0]
+
+    block = flat(fun, x, y)
+    stacks = {value for value in only_multiplied(block) if len(value.shape) == 3}
+    assert {value.shape for value in stacks} == {(4, K, K)}
+
+
+def test_a_gpu_does_not_overwrite_what_the_same_kernel_reduces():
+    def fun(x, w):
+        h = x @ w
+        return h - jnp.max(h, axis=1, keepdims=True)
+
+    block = flat(fun, x, y)
+    assert round(temporaries(block, []) / MATRIX, 1) == 1  # the difference in the memory of h
+    assert round(temporaries(block, [], rules_of("gpu")) / MATRIX, 1) == 2
+
+
+def test_a_gpu_writes_a_mask_once_before_a_loop():
+    mask = jax.ShapeDtypeStruct((K,), bool)
+
+    def fun(x, mask):
+        turn = lambda h, _: (jnp.where(mask[None], jnp.sin(h), 0.0), None)  # noqa: E731
+        return jax.lax.scan(turn, x, None, length=3)[0]
+
+    block = flat(fun, x, mask)
+    written = [temporaries(block, [], rules_of(name)) for name in ("cpu", "gpu")]
+    assert round((written[1] - written[0]) / (K * K), 2) == 1

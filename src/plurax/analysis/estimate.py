@@ -35,8 +35,9 @@ class Estimate:
     - `plan`, `machine`; `batch_size`, the examples of a step.
     - `gradient`, `update`: the `Seconds` of the gradient and of the optimizer's update.
     - `memory`: bytes at the moment when the most are held, by kind: `parameters`, `optimizer`,
-      `model_state`, `batch`, `gradients`, and `temporaries`, which are activations above all; in
-      `fit` also `data`, what it keeps on every device of the data and their order.
+      `model_state`, `batch`, `gradients`, and `temporaries`, which are activations above all; on
+      TPUs `padding`, what whole tiles take of state and batch; in `fit` also `data`, what it keeps
+      on every device of the data and their order.
     - `bytes_sent`: in a step, by mesh axes.
     - `product_flops`: operations of matrix products in a step; of a pipeline, of its busiest
       device.
@@ -67,13 +68,19 @@ class Estimate:
         return sum(self.bytes_sent.values())
 
     @property
+    def margin(self) -> int:
+        """Bytes by which the compiler of the machine may need more than `peak`; none on CPUs."""
+        return int(self.peak * rules_of(self.machine.platform).margin)
+
+    @property
     def spare(self) -> int:
-        """The bytes of a device's memory that are left; negative where the plan does not fit."""
-        return int(self.machine.memory) - self.peak
+        """The bytes of a device's memory that are left beside `peak` and `margin`; negative where
+        the plan does not fit."""
+        return int(self.machine.memory) - self.peak - self.margin
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits the memory of a device."""
+        """Whether the plan fits the memory of a device, with `margin`."""
         return self.spare >= 0
 
     def seconds_for(self, examples: float) -> float:
@@ -110,6 +117,8 @@ class Estimate:
         verdict = f"{left} are left" if self.fits else f"does not fit: {left} too much"
         rows.append(("memory of a device", f"{human_bytes(self.peak)} of {limit}: {verdict}"))
         rows += [(f"  {kind}", human_bytes(size)) for kind, size in self.memory.items() if size]
+        if self.margin:
+            rows.append(("  margin", f"{human_bytes(self.margin)} beside these"))
         if self.bytes_sent:
             rows.append(("sent by a device", f"{human_bytes(self.total_sent)} in a step"))
             rows += [(f"  over {a}", human_bytes(size)) for a, size in self.bytes_sent.items()]
@@ -173,7 +182,9 @@ def estimate_trace(trace: StepTrace, machine: Machine) -> Estimate:
     """Return the `Estimate` of a recorded step. See `estimate`."""
     clock, work = Clock(trace.plan, machine), work_of_step(trace)
     gradient, flops = clock.gradient(work, trace.pipeline)
-    needed = temporaries(trace.block, trace.state, rules_of(machine.platform))
+    rules = rules_of(machine.platform)
+    needed = temporaries(trace.block, trace.state, rules)
+    padding = sum(rules.size(value, False) - value.bytes for value in trace.arguments)
     gradients = min(trace.memory.gradients, needed)
     memory = {
         "parameters": trace.memory.parameters,
@@ -183,6 +194,8 @@ def estimate_trace(trace: StepTrace, machine: Machine) -> Estimate:
         "gradients": gradients,
         "temporaries": needed - gradients,
     }
+    if padding:
+        memory["padding"] = padding
     sent: dict[str, float] = defaultdict(float)
     for collective in every_collective(trace):
         sent[names_of(collective.axes)] += collective.bytes_sent * (collective.trips or 1)

@@ -333,8 +333,9 @@ class _Search:
             self._refuse(candidate, str(error).splitlines()[0])
             return None
         self._learned.add(candidate.plan, computed, estimated)
-        if estimated.peak > self._limit:
-            self.refused.append(Ranked(candidate.plan, plan, estimated, estimated.peak, "memory"))
+        safe = estimated.peak + estimated.margin
+        if safe > self._limit:
+            self.refused.append(Ranked(candidate.plan, plan, estimated, safe, "memory"))
             return None
         return Ranked(candidate.plan, plan, estimated, estimated.peak)
 

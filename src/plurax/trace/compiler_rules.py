@@ -28,8 +28,13 @@ class CompilerRules:
     - `expensive`: elementwise operations that are not computed twice.
     - `is_copied`: whether an operation that reads so many arrays as large as its result is computed
       in each of so many kernels that read it, rather than written to memory once.
+    - `overwrites_reduced`: whether a result may take the memory of an operand that a reduction
+      reads too. Where a softmax is one kernel it reads its operand twice, and may not.
+    - `hoists_masks`: whether a broadcast of a mask, the same in every iteration, is written to
+      memory once before a loop.
     - `order`: of kernels.
-    - `size`: the bytes of an array in memory.
+    - `size`: the bytes of an array in memory; the flag says that nothing but products reads it.
+    - `margin`: the share of the planned peak by which a compiled one may be larger.
     """
 
     fusible: frozenset[str]
@@ -37,8 +42,11 @@ class CompilerRules:
     moves: frozenset[str]
     expensive: frozenset[str]
     is_copied: Callable[[int, int], bool]
+    overwrites_reduced: bool
+    hoists_masks: bool
     order: Order
-    size: Callable[[Value], int]
+    size: Callable[[Value, bool], int]
+    margin: float
 
     @property
     def readers(self) -> frozenset[str]:

@@ -91,7 +91,8 @@ class Flattener:
             self.products[outputs[0]] = _swapped(eqn)
             left, right = (var.aval for var in eqn.invars)
             dims = product_dims(eqn, (left.shape, right.shape), eqn.outvars[0].aval.shape)
-            params = {"product": dims, "dtype": str(left.dtype)}
+            precision = str(params["precision"])
+            params = {"product": dims, "dtype": str(left.dtype), "precision": precision}
         elif name == "conv_general_dilated":
             left, right = (var.aval for var in eqn.invars)
             params = {**params, "kernel": right.shape, "dtype": str(left.dtype)}

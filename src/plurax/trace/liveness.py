@@ -24,14 +24,16 @@ Sources: XLA's `BufferAssignment` and `GlobalDecreasingSizeBestFitHeap`
 """
 
 import bisect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from plurax.jaxpr.compat import REDUCTIONS
 from plurax.trace import xla_cpu
 from plurax.trace.compiler_rules import CompilerRules
 from plurax.trace.compilers import rules_of
 from plurax.trace.kernel_order import breadth_first, depth_first
 from plurax.trace.kernels import SAME, Kernel, kernels
+from plurax.trace.product_operands import only_multiplied
 from plurax.trace.step_trace import Block, Op, StepTrace, Value
 
 
@@ -42,7 +44,7 @@ def peak_bytes(trace: StepTrace, platform: str = "cpu") -> int:
     """
     rules = rules_of(platform)
     held = [*trace.arguments, *trace.block.outputs[len(trace.state) :]]
-    arrays = sum(rules.size(value) for value in held if value)
+    arrays = sum(rules.size(value, False) for value in held if value)
     return arrays + temporaries(trace.block, trace.state, rules)
 
 
@@ -52,13 +54,17 @@ def temporaries(block: Block, state: Sequence[Value], rules: CompilerRules = xla
     **Arguments:** `block`, a program; `state`, the inputs in whose memory its first results are;
     `rules`, of the compiler.
     """
-    lifetimes = Lifetimes(rules)
+    multiplied = only_multiplied(block)
+    lifetimes = Lifetimes(rules, lambda value: rules.size(value, value in multiplied))
     homes = {
         result: old
         for result, old in zip(block.outputs, state, strict=False)
         if result is not None and result is not old
     }
-    lifetimes.run(block, kernels(block, rules=rules), homes)
+    found = kernels(block, rules=rules)
+    if not rules.overwrites_reduced:
+        lifetimes.reduced.update(_reduced(found))
+    lifetimes.run(block, found, homes)
     return pack(lifetimes.buffers)
 
 
@@ -74,12 +80,16 @@ class Buffer:
 class Lifetimes:
     """Runs kernels without computing anything, and notes when which memory is in use.
 
-    **Attributes:** `buffers`, once `run` has returned.
+    **Arguments:** `rules`, of the compiler; `size`, the bytes of an array in memory.
+
+    **Attributes:** `buffers`, once `run` has returned; `reduced`, values in whose memory no result
+    is, since a reduction reads them in the same kernel.
     """
 
-    def __init__(self, rules: CompilerRules = xla_cpu.RULES) -> None:
+    def __init__(self, rules: CompilerRules, size: Callable[[Value], int]) -> None:
         self.buffers: list[Buffer] = []
-        self._rules = rules
+        self.reduced: set[Value] = set()
+        self._rules, self._size = rules, size
         self._clock = 0
         self._of: dict[Value, Buffer] = {}
 
@@ -123,27 +133,37 @@ class Lifetimes:
     def _ordered(self, found: Sequence[Kernel], block: Block) -> list[Kernel]:
         if self._rules.order == "breadth first":
             return breadth_first(found, block)
-        return depth_first(breadth_first(found, block), self._rules.size)
+        return depth_first(breadth_first(found, block), self._size)
 
     def _allocate(self, value: Value, kernel: Kernel, free: list[Value]) -> None:
         """Give a result the memory of an operand that is not read again, or memory of its own."""
         for operand in free:
-            if operand in self._of and _takes_memory_of(value, operand, kernel):
+            taken = operand in self._of and _takes_memory_of(value, operand, kernel)
+            if taken and (operand not in self.reduced or operand in dict(_in_place(kernel.root))):
                 free.remove(operand)
                 self._of[value] = self._of[operand]
                 break
         else:
-            self._of[value] = Buffer(self._rules.size(value), self._clock)
+            self._of[value] = Buffer(self._size(value), self._clock)
             self.buffers.append(self._of[value])
         if kernel.root.name == "random_bits":
-            self.buffers.append(
-                Buffer(self._rules.size(value), self._clock)
-            )  # the loop computes a copy
+            self.buffers.append(Buffer(self._size(value), self._clock))  # the loop computes a copy
         self._use(value)
 
     def _use(self, value: Value) -> None:
         if value in self._of:
             self._of[value].end = max(self._of[value].end, self._clock)
+
+    def _hoisted_masks(self, body: Block) -> list[Value]:
+        """Return the broadcasts in a loop's body that are written once, before the loop."""
+        if not self._rules.hoists_masks:
+            return []
+        given = set(body.inputs) - {start for start, _ in body.carried}
+        return [
+            op.outputs[0] for op in body.ops
+            if op.name == "broadcast_in_dim" and op.inputs and op.outputs[0].dtype == bool
+            and given.issuperset(op.inputs)
+        ]  # fmt: skip
 
     def _run_inside(
         self, kernel: Kernel, homes: Mapping[Value, Value], dying: Sequence[Value]
@@ -155,7 +175,11 @@ class Lifetimes:
         if root.name != "cond":
             body = root.blocks[0]
             carried = {end: start for start, end in body.carried if end is not None}
+            masks = [Buffer(self._size(mask), self._clock) for mask in self._hoisted_masks(body)]
+            self.buffers += masks
             self.run(body, kernel.inner[0], carried)
+            for mask in masks:
+                mask.end = self._clock
             return passed
         pairs = list(zip(root.blocks, kernel.inner, strict=True))
         reads = [{*b.outputs, *(v for k in inner for v in k.reads)} for b, inner in pairs]
@@ -170,6 +194,16 @@ class Lifetimes:
             }
             self.run(block, inner, results, given)
         return passed
+
+
+def _reduced(found: Sequence[Kernel]) -> Iterator[Value]:
+    """Yield the arrays that a reduction reads."""
+    for kernel in found:
+        if kernel.root.name in REDUCTIONS:
+            rank = len(kernel.root.outputs[0].shape)
+            yield from (value for value in kernel.reads if len(value.shape) > rank)
+        for inner in kernel.inner:
+            yield from _reduced(inner)
 
 
 def _written(kernel: Kernel, last: Mapping[Value, int]) -> list[Value]:

@@ -46,7 +46,10 @@ RULES = CompilerRules(
     moves=MOVES,
     expensive=EXPENSIVE,
     is_copied=lambda arrays, readers: arrays <= 1,
+    overwrites_reduced=True,
+    hoists_masks=False,
     order="breadth first",
-    size=lambda value: value.bytes,
+    size=lambda value, multiplied: value.bytes,
+    margin=0.0,
 )
 """Memory on CPU."""

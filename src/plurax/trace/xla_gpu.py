@@ -20,6 +20,9 @@ RULES = dataclasses.replace(
     xla_cpu.RULES,
     expensive=frozenset(),
     is_copied=lambda arrays, readers: arrays * readers < arrays + 1 + readers,
+    overwrites_reduced=False,
+    hoists_masks=True,
     order="depth first",
+    margin=0.12,
 )
 """Memory on GPUs."""

@@ -1,6 +1,64 @@
-"""What XLA's TPU compiler keeps in memory: rules as data, beside those of CPUs (`xla_cpu`)."""
+"""What XLA's TPU compiler keeps in memory: rules as data, beside those of GPUs (`xla_gpu`).
 
-from plurax.trace import xla_cpu
+Two things are a TPU's own. An array lies in tiles of 8 × 128 numbers: the last two dims of its
+layout are padded to multiples of these. The compiler chooses the layout, and so which dims the last
+two are; it is taken to choose those that need the fewest bytes:
 
-RULES = xla_cpu.RULES
-"""Memory on TPUs, too much rather than too little: XLA fuses more there."""
+    f32[6, 96, 3, 12, 64]      64 × 96 last:     6 · 3 · 12 · 64 · 128 numbers, a third padded
+    f32[512, 96]               96 × 512 last:    96 · 512 numbers, nothing padded
+    f32[16, 6, 197, 197]       16 × 197 last:    6 · 197 · 16 · 256 numbers
+
+And float32 that only products read is kept in bfloat16 (`plurax.trace.product_operands`).
+
+A TPU's fast memory beside the matrix unit is left out: arrays that lie there need none of the large
+one, which matters for networks whose activations take no more than 100 MiB.
+
+Sources: XLA's documentation of tiled layouts (https://openxla.org/xla/tiled_layout), and programs
+compiled for v5e and v5p (`benchmarks/absent_memory.py`).
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from plurax.trace import xla_gpu
+from plurax.trace.step_trace import Value
+
+ROWS, COLUMNS = 8, 128
+"""The numbers of a tile, along the last two dims of a layout."""
+
+SMALL = 512
+"""The bytes from which on an array's memory begins."""
+
+
+def tiled_size(shape: Sequence[int]) -> int:
+    """Return how many numbers an array has in memory, padded to whole tiles.
+
+    >>> tiled_size((512, 96)) == 512 * 96, tiled_size((3,)), tiled_size((2, 197, 197))
+    (True, 128, 102400)
+    """
+    dims = [dim for dim in shape if dim != 1]
+    if len(dims) < 2:
+        return _padded(math.prod(dims), COLUMNS)
+    size = math.prod(dims)
+    return min(
+        size // max(a * b, 1) * _padded(a, ROWS) * _padded(b, COLUMNS)
+        for a, b in itertools.permutations(dims, 2)
+    )
+
+
+def _padded(size: int, tile: int) -> int:
+    return -(-size // tile) * tile
+
+
+def _bytes(value: Value, multiplied: bool) -> int:
+    if jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool:
+        return max(tiled_size(value.shape) * (2 if multiplied else value.dtype.itemsize), SMALL)
+    return value.bytes
+
+
+RULES = dataclasses.replace(xla_gpu.RULES, hoists_masks=False, size=_bytes, margin=0.23)
+"""Memory on TPUs."""

@@ -1,0 +1,51 @@
+"""Arrays that nothing but matrix products and convolutions reads.
+
+The matrix unit of a TPU multiplies bfloat16. Under JAX's default precision an array of float32 that
+only products read is rounded where it is computed, and kept in half the bytes, in a stack of a
+loop's iterations too:
+
+    h = gelu(x @ up)        bfloat16 in memory, (6, 8, 512, 3072) of six scanned layers
+    y = h @ down            reads h; its gradient reads h too
+    x + attention           float32: the sum and the norm read it
+
+Source: programs compiled for v5e and v5p (`benchmarks/absent_memory.py`).
+"""
+
+from collections import defaultdict
+
+from plurax.trace.step_trace import Block, Op, Value
+
+
+def only_multiplied(block: Block) -> set[Value]:
+    """Return the values of float32 that nothing but products reads, at JAX's default precision."""
+    readers: dict[Value, list[Op]] = defaultdict(list)
+    kept = {value for value in block.outputs if value is not None}
+    for op in block.all_ops():
+        # A body reads the loop's operands themselves; what it carries keeps its dtype.
+        kept.update(value for value in op.params.get("carry", ()) if value is not None)
+        kept.update(value for inner in op.blocks for value in inner.outputs if value is not None)
+        for value in op.inputs if not op.blocks else ():
+            readers[value].append(op)
+    known: dict[Value, bool] = {}
+
+    def multiplied(value: Value) -> bool:
+        if value not in known:
+            known[value] = False
+            own = readers[value]
+            known[value] = value not in kept and bool(own) and all(map(multiplies, own))
+        return known[value]
+
+    def multiplies(op: Op) -> bool:
+        if op.name in PRODUCTS:
+            return "HIGH" not in str(op.params.get("precision"))
+        return op.name in MOVES and multiplied(op.outputs[0])
+
+    values = {value for op in block.all_ops() for value in (*op.inputs, *op.outputs)}
+    return {value for value in values if value.dtype == "float32" and multiplied(value)}
+
+
+PRODUCTS = frozenset(["conv_general_dilated", "dot_general"])
+"""Operations of the matrix unit."""
+
+MOVES = frozenset(["operand", "row", "slice", "stack", "transpose"])
+"""Operations that move numbers as they are."""
