@@ -1,5 +1,7 @@
 """What an optimizer reads, set by callbacks: as by hand, under every plan, resumed bit for bit."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -109,9 +111,15 @@ class Crash:
             raise RuntimeError("crash")
 
 
+@functools.cache
+def trained():
+    """The task and the optimizer of all runs that are resumed: their program is compiled once."""
+    return models.mlp_task(), optax.sgd(RATE)
+
+
 def run(output, *callbacks, **options):
     return fit(
-        models.mlp_task(), optax.sgd(RATE), models.data(24), output=output, epochs=3,
+        *trained(), models.data(24), output=output, epochs=3,
         evaluate_every=2, callbacks=[plateau(), *callbacks], checkpoint_every=1, **options,
     )  # fmt: skip
 
@@ -187,6 +195,25 @@ def test_each_member_has_a_rate_of_its_own(plan):
     moved = np.stack(jax.tree.leaves(moved)).max(axis=0)
     assert moved[0] == 0 < moved[1] < moved[2]
     assert len(result.history[-1]["members"]["learning_rate_scale"]) == 3
+
+
+@pytest.mark.parametrize("make", [plateau, lambda: px.callbacks.Ema(0.9)], ids=["plateau", "ema"])
+@pytest.mark.parametrize("many", [False, True], ids=["one network", "members"])
+def test_a_callback_that_wraps_the_optimizer_compiles_once(make, many):
+    """`fit` again, with another callback of the same arguments: the program is there."""
+    task, inner = models.mlp_task(), adam()
+    optimizer = (lambda hyper: inner) if many else inner
+    members = px.Members(2) if many else None
+    plan = px.Plan(chunk=2, batch_dim="major") if many else px.Plan()
+
+    def train():
+        fit(
+            task, optimizer, models.data(24), members=members, plan=plan, epochs=1,
+            callbacks=[make()],
+        )  # fmt: skip
+
+    train()
+    assert models.compilations(train) == 0
 
 
 def test_a_state_that_is_sent_back_takes_the_place_of_the_one_that_was_yielded():

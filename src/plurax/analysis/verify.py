@@ -180,32 +180,27 @@ def verify(
     # The microbatches determine which examples a coupled loss compares: use the same number.
     one = Plan(precision=plan.precision, microbatches=plan.microbatches if task.coupled else 1)
 
-    def run(used: Plan, by: optax.GradientTransformation, count: int, trained: Task) -> PyTree:
+    def everything(used: Plan, trained: Task = task) -> dict[str, dict[str, Any]]:
         # What one device computes every process computes on a device of its own.
         where = devices if used is plan else own_devices(devices)
-        program = compile_(trained, by, used, batch, devices=where)
-        state, losses = program.init(seed), []
-        for _ in range(count):
+        program = compile_(trained, recording(optimizer), used, batch, devices=where)
+        state = program.init(seed)
+        for step in range(steps):
             state, metrics = program.step(state, batch)
-            losses.append(fetch(metrics["loss"]))
+            if step == 0:
+                gradient, _ = program.to_canonical(state).opt_state
+                first = fetch({"loss": metrics["loss"], "gradient": gradient})
         kept = program.to_canonical(state)
-        return fetch(
-            {
-                "loss": losses,
-                "parameters": kept.params,
-                "optimizer": kept.opt_state,
-                "model state": kept.model_state,
-                "updates left out": kept.skipped,
-            }
-        )
-
-    def everything(used: Plan, task: Task = task) -> dict[str, dict[str, Any]]:
-        recorded = run(used, recorder(), 1, task)
-        trained = run(used, optimizer, steps, task)
+        last = {
+            "parameters": kept.params,
+            "optimizer": kept.opt_state[1],
+            "model state": kept.model_state,
+            "updates left out": kept.skipped,
+        }
         return {
-            "loss": tree.named_leaves({"of the first step": recorded["loss"][0]}),
-            "gradient": tree.named_leaves(recorded["optimizer"]),
-            **{name: tree.named_leaves(part) for name, part in trained.items() if name != "loss"},
+            "loss": tree.named_leaves({"of the first step": first["loss"]}),
+            "gradient": tree.named_leaves(first["gradient"]),
+            **{name: tree.named_leaves(part) for name, part in fetch(last).items()},
         }
 
     expected = everything(one)
@@ -276,13 +271,20 @@ def reordered(task: Task) -> Task:
     )
 
 
-def recorder() -> optax.GradientTransformation:
-    """Return an optimizer that changes no parameter and stores the gradient as its state."""
+def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return an optimizer whose state is `(gradient of the last step, the optimizer's state)`."""
+    inner = optax.with_extra_args_support(optimizer)
 
-    def update(grads: PyTree, _state: PyTree, _params: PyTree = None) -> tuple[PyTree, PyTree]:
-        return jax.tree.map(jnp.zeros_like, grads), grads
+    def init(params: PyTree) -> tuple[PyTree, PyTree]:
+        return jax.tree.map(jnp.zeros_like, params), inner.init(params)
 
-    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    def update(
+        grads: PyTree, state: tuple[PyTree, PyTree], params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+        updates, new = inner.update(grads, state[1], params, **extra)
+        return updates, (grads, new)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _error(found: Any, expected: Any) -> float:

@@ -9,6 +9,7 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.callbacks.wrapped_optimizer import wrapped
 from plurax.loop.hook import EvaluationHook, OptimizerHook
 from plurax.loop.log_rows import Row
 from plurax.loop.run import Run
@@ -45,9 +46,7 @@ class Ema(OptimizerHook, EvaluationHook):
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """Return the optimizer with the average beside its own state."""
-        if isinstance(optimizer, optax.GradientTransformation):
-            return _averaging(optimizer, self._decay)
-        return lambda hyper: _averaging(optimizer(hyper), self._decay)
+        return wrapped(_averaging, optimizer, self._decay)
 
     def on_evaluation(self, run: Run, row: Row) -> None:
         """Evaluate the average."""

@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.callbacks.followed_metric import FollowedMetric, Mode
+from plurax.callbacks.wrapped_optimizer import wrapped
 from plurax.loop.hook import EpochHook, EvaluationHook, OptimizerHook, StartHook, StateHook
 from plurax.loop.log_rows import Row
 from plurax.loop.run import Run
@@ -74,9 +75,7 @@ class ReduceOnPlateau(OptimizerHook, StartHook, EvaluationHook, EpochHook, State
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """Return the optimizer with its updates scaled."""
-        if isinstance(optimizer, optax.GradientTransformation):
-            return optax.chain(optimizer, _scaled())
-        return lambda hyper: optax.chain(optimizer(hyper), _scaled())
+        return wrapped(_scaled, optimizer)
 
     def on_start(self, run: Run) -> None:
         """Refuse parameter servers, and a metric that no row will have, before the first step."""
@@ -116,8 +115,8 @@ class ReduceOnPlateau(OptimizerHook, StartHook, EvaluationHook, EpochHook, State
         self._waited = np.asarray(state["waited"])
 
 
-def _scaled() -> optax.GradientTransformation:
-    """Return a transformation that multiplies updates by a number kept in its state."""
+def _scaled(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return an optimizer that multiplies its updates by a number kept in its state."""
 
     def init(params: PyTree) -> PyTree:
         return {"hyperparams": {SCALE: jnp.ones((), jnp.float32)}}
@@ -126,4 +125,4 @@ def _scaled() -> optax.GradientTransformation:
         scale = state["hyperparams"][SCALE]
         return jax.tree.map(lambda update: update * scale.astype(update.dtype), updates), state
 
-    return optax.GradientTransformation(init, update)
+    return optax.chain(optimizer, optax.GradientTransformation(init, update))
