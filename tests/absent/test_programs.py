@@ -63,8 +63,8 @@ def stacked_task():
 
 MEGATRON = {"up": (..., "tensor"), "down": (..., "tensor", None)}
 PLANS = {
-    "data": {"data": 4, "microbatches": 2},
-    "zero 1": {"data": 4, "zero": 1, "microbatches": 2},
+    "data": {"data": 4, "microbatches": 4},
+    "zero 1": {"data": 4, "zero": 1, "microbatches": 4},
     "zero 2": {"data": 4, "zero": 2, "microbatches": 2},
     "zero 3": {"data": 4, "zero": 3, "remat": "full", "microbatches": 2},
     "tensor": {"data": 2, "tensor": 2, "shardings": MEGATRON},

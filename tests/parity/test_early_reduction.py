@@ -88,12 +88,12 @@ def early(monkeypatch):
 TENSOR = {"tensor": 2, "shardings": {"layers/w": (..., "tensor")}}
 PLANS = {
     "one microbatch": px.Plan(data=4),
-    "two microbatches": px.Plan(data=2, microbatches=2),
+    "two microbatches": px.Plan(data=2, microbatches=2, remat="full"),
     "four microbatches": px.Plan(data=4, microbatches=4, remat="full"),
-    "zero 1": px.Plan(data=4, zero=1, microbatches=2),
+    "zero 1": px.Plan(data=4, zero=1, microbatches=4),
     "zero 1, one microbatch": px.Plan(data=2, zero=1, remat="full"),
-    "tensor": px.Plan(data=2, microbatches=2, **TENSOR),
-    "tensor, zero 1": px.Plan(data=2, zero=1, microbatches=2, **TENSOR),
+    "tensor": px.Plan(data=2, microbatches=4, **TENSOR),
+    "tensor, zero 1": px.Plan(data=2, zero=1, microbatches=2, remat="full", **TENSOR),
 }
 
 
@@ -126,6 +126,14 @@ def test_layers_are_reduced_in_their_loop_and_nothing_is_sent_twice(name, monkey
         planned = [one for one in compiled.planned_collectives() if "data" in one.axes]
         assert total(planned) == sent(compiled)
         assert total([one for one in planned if one.in_loop]) == total(inside)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.usefixtures("early")
+def test_the_activations_of_two_microbatches_are_not_held_at_once(zero):
+    """Two are not cut into a loop and a last one, which a compiler writes out after each other."""
+    compiled = program(px.Plan(data=2, microbatches=2, zero=zero))
+    assert not [one for one in compiled.collectives() if one.in_loop]
 
 
 def sent(program):

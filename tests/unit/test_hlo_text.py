@@ -271,6 +271,15 @@ def test_what_a_loop_carries_stays_where_it_is_and_its_body_holds_more():
     assert held(body, "f32[]", computations) == {"c": 1, "s": 1, "wide": 2, "row": row}
 
 
+def test_what_is_computed_by_element_takes_the_memory_of_an_operand():
+    body = f"""
+  %a = {MIB} dot(%x, %x)
+  %b = {MIB} fusion(%a), kind=kLoop, calls=%f
+  %c = {MIB} fusion(%a, %b), kind=kLoop, calls=%f
+  ROOT %l = f32[] reduce(%c)"""
+    assert held(body, "f32[]") == {"a": 1, "b": 1}
+
+
 def test_tiles_are_filled_up_and_memory_on_the_chip_takes_nothing():
     body = """
   %tiled = bf16[512,3]{1,0:T(8,128)(2,1)} dot(%x, %x)

@@ -18,6 +18,7 @@ report, and not equal to it.
 Source: the XLA documentation, "HLO dumps" and "Tiled layout".
 """
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,9 +53,12 @@ def held_at_peak(module: Module) -> Sequence[LiveValue]:
 
 
 def _walk(
-    module: Module, name: str, arguments: Sequence[Memory]
+    module: Module, name: str, arguments: Sequence[Memory], *, carries: bool = False
 ) -> tuple[Sequence[LiveValue], Memory]:
-    """Return what a computation holds at its peak, its arguments aside, and where its result is."""
+    """Return what a computation holds at its peak, its arguments aside, and where its result is.
+
+    A loop's body `carries` its result on to the next iteration.
+    """
     instructions = module.computations.get(name, ())
     where: dict[str, Memory] = {}
     first: dict[LiveValue, int] = {}
@@ -68,13 +72,24 @@ def _walk(
             if value.instruction is instruction:
                 first[value] = index
             last[value] = index
-        for operand in instruction.operands:
+        # An element of a tuple is none of the others'.
+        read = () if instruction.opcode == "get-tuple-element" else instruction.operands
+        for operand in read:
             last.update(dict.fromkeys(_arrays(where.get(operand)), index))
         result = where[instruction.name] if instruction.root else result
+    for ended, carried in zip(_leaves(result), _leaves(arguments), strict=False):
+        # What a loop carries on takes the memory of what it carried, if nothing reads that later.
+        if carries and ended in first and _read_until(carried, last) <= first[ended]:
+            del first[ended]
     last.update(dict.fromkeys(_arrays(result), len(instructions)))
     if name == module.entry:  # whose results have memory of their own, that of what is donated
         first = {value: index for value, index in first.items() if last[value] < len(instructions)}
     return _peak(first, last, inside), result
+
+
+def _read_until(value: LiveValue | None, last: Mapping[LiveValue, int]) -> int:
+    """Return the index of the last instruction that reads a value of another computation."""
+    return -1 if value is None else last.get(value, -1)
 
 
 def _peak(
@@ -83,6 +98,7 @@ def _peak(
     inside: Sequence[Sequence[LiveValue]],
 ) -> Sequence[LiveValue]:
     """Return the values held at the instruction at which they are largest, those inside it too."""
+    first = _reusing(first, last)
     change = [0] * (len(inside) + 1)
     for value, index in first.items():
         change[index] += value.bytes
@@ -95,6 +111,23 @@ def _peak(
     peak = max(range(len(sizes)), key=sizes.__getitem__)
     own = [value for value, index in first.items() if index <= peak <= last[value]]
     return (*own, *inside[peak])
+
+
+def _reusing(first: Mapping[LiveValue, int], last: Mapping[LiveValue, int]) -> dict[LiveValue, int]:
+    """Return where values start to take memory of their own.
+
+    What is computed element by element takes that of an equal operand which nothing reads later.
+    """
+    ending = collections.defaultdict(list)
+    for value, index in last.items():
+        ending[index, value.type].append(value)
+    starts = dict(first)
+    for value, index in first.items():
+        by_element = "kind=kLoop" in value.instruction.attributes
+        if by_element and ending[index, value.type] and last[value] > index:
+            ending[index, value.type].pop()
+            starts[value] = index + 1
+    return starts
 
 
 def _run(
@@ -121,7 +154,7 @@ def _run(
     inside: Sequence[LiveValue] = ()
     if opcode == "while":
         body = instruction.attribute(r"body=%?([\w.\-]+)") or ""
-        inside, _ = _walk(module, body, operands)
+        inside, _ = _walk(module, body, operands, carries=True)
     elif opcode == "call":
         inside, _ = _walk(module, next(instruction.called()), operands)
     elif opcode == "conditional":  # each branch has one operand, behind the number that chooses
@@ -192,12 +225,17 @@ def _allocate(instruction: Instruction, kind: str, updated: Sequence[Memory] = (
 
 
 def _arrays(memory: Memory) -> Iterator[LiveValue]:
-    """Yield the arrays of a value."""
-    if isinstance(memory, tuple):
-        for part in memory:
-            yield from _arrays(part)
-    elif memory is not None:
+    """Yield the arrays of a value that are temporaries."""
+    return (leaf for leaf in _leaves(memory) if leaf is not None)
+
+
+def _leaves(memory: Memory | Sequence[Memory]) -> Iterator[LiveValue | None]:
+    """Yield the arrays of a value, None for each that is no temporary."""
+    if isinstance(memory, LiveValue) or memory is None:
         yield memory
+    else:
+        for part in memory:
+            yield from _leaves(part)
 
 
 def _total(values: Sequence[LiveValue]) -> int:

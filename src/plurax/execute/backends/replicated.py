@@ -72,7 +72,7 @@ class ReplicatedBackend(Backend):
             fun = channels_last(fun)
         if not self.task.coupled:
             last = None
-            if plan.data > 1 and self._platform in early_reduction.PLATFORMS:
+            if early_reduction.reduces_early(plan, self._platform):
                 last = early_reduction.reduced_gradient(fun, self._platform)
                 fun = early_reduction.in_order(fun)
             reduce = None if last is None else lambda totals: totals

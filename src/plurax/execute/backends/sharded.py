@@ -189,12 +189,9 @@ class ShardedBackend(Backend):
 
     @property
     def _reduces_early(self) -> bool:
-        """Whether gradients are reduced in the backward pass of the last microbatch alone.
-
-        From ZeRO-2 on they are in that of every microbatch.
-        """
-        early = self.axes.platform in early_reduction.PLATFORMS
-        return early and self._data > 1 and self.plan.zero < 2 and not self.task.coupled
+        """Whether gradients are reduced in the backward pass of the last microbatch alone."""
+        early = early_reduction.reduces_early(self.plan, self.axes.platform)
+        return early and not self.task.coupled
 
     def _gradient(self, split: bool, *, last: bool = False) -> Callable[..., Any]:
         """Return the gradient function of one microbatch; its totals are `ShardedValue`s.
