@@ -119,10 +119,10 @@ def signalled(moment, once, output):
         return stepped
 
     def at_save(save):
-        def saving(self, step, *arguments, last):
-            if step == EVERY:
+        def saving(self, snapshot):
+            if snapshot.step == EVERY:
                 once()
-            return save(self, step, *arguments, last=last)
+            return save(self, snapshot)
 
         return saving
 
@@ -171,7 +171,7 @@ def gone_on(folder, moment):
     before = signal.signal(signal.SIGTERM, returns)
     result = signalled(moment, Once(MOMENTS[moment]), output)
     signal.signal(signal.SIGTERM, before)
-    saved = px.Checkpoints(output / "checkpoints").steps()[-1]
+    saved = max(px.Checkpoints(output / "checkpoints").steps(), default=0)
     evaluated = "evaluation" in moment
     again = fit(output, evaluation=Evaluation(lambda: None) if evaluated else None)
     return {
@@ -265,13 +265,13 @@ def full_disk(folder):
     freed = []
 
     def filling(save):
-        def saving(self, step, *arguments, last):
-            if step == EVERY:
-                self.wait(step)
+        def saving(self, snapshot):
+            if snapshot.step == EVERY:
+                self.wait(snapshot.step)
                 freed.append(disks.fill(folder / "disk") if PROCESS == 0 else None)
-            if PROCESS == 0 and step == 3 * EVERY:
+            if PROCESS == 0 and snapshot.step == 3 * EVERY:
                 freed.pop()()
-            return save(self, step, *arguments, last=last)
+            return save(self, snapshot)
 
         return saving
 

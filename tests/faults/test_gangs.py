@@ -39,7 +39,9 @@ def check_signal(ran, case, moment):
     assert found == other
     assert found["interrupted"] == "SIGTERM"
     assert found["then"] is None
-    assert (0 < found["steps"] < STEPS) == (moment != "the last evaluation")
+    # While it is compiled the first batch may not be there: then no step is taken, by any process.
+    assert found["steps"] > 0 or moment == "compile"
+    assert (found["steps"] < STEPS) == (moment != "the last evaluation")
     assert found["saved"] == found["steps"]
     assert found["prints"] == found["undisturbed"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 import plurax as px
 from plurax.guards.saving import Saving
@@ -48,20 +49,21 @@ def full_disk(output, *, primary):
     """Process 0 fills the disk before the save of the second epoch; frees it before the last."""
     real, freed = Saving.save, contextlib.ExitStack()
 
-    def save(self, step, *args, last):
-        if step == 8:
+    def save(self, snapshot):
+        if snapshot.step == 8:
             assert not self._checkpoints.busy(60)  # the save of the first epoch
-        if primary and step == 8:
+        if primary and snapshot.step == 8:
             freed.callback(disks.fill(output.parent))
-        if last:
+        if snapshot.last:
             freed.close()
-        real(self, step, *args, last=last)
+        real(self, snapshot)
 
     Saving.save = save
     try:
         found = outcome(fit(runs.batches(), output, epochs=4), output)
     finally:
         Saving.save = real
+    multihost_utils.sync_global_devices("process 0 has written its log")
     rows = read_rows(output / "metrics.jsonl")
     return {**found, "events": [row["event"] for row in rows if row["kind"] == "event"]}
 

@@ -243,3 +243,48 @@ def test_training_that_is_to_stop_does_not_begin_another_epoch():
     *_, last = outputs
     assert (last.step, last.position, last.epoch_done) == (2, Position(0, 2), False)
     assert data.begun == 1
+
+
+class Held(list):
+    """Batches that come once `go` is set."""
+
+    def __init__(self, each):
+        super().__init__(each)
+        self.go = threading.Event()
+
+    def __iter__(self):
+        assert self.go.wait(60)
+        return super().__iter__()
+
+
+class Gang:
+    """Two processes, from the first one: the other one has its batch, and is not to stop."""
+
+    index, count, is_primary = 0, 2, True
+
+    def __init__(self):
+        self.said = []
+
+    def all_gather(self, value):
+        self.said.append(value)
+        return [value, True]
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_of_several_processes_none_begins_an_epoch_without_the_others(stopped):
+    """A signal while the step is compiled: this one's first batch is not there, the other's is."""
+    source, group = Held(batches(2)), Gang()
+    program = compiled()
+    program.buffers = None  # as of several processes
+    if not stopped:
+        source.go.set()
+    steps = train_iter(
+        program, program.init(0), StreamData(source, SIZE), group=group, stopping=lambda: stopped
+    )
+    if stopped:
+        assert next(steps, None) is None
+        assert group.said == [None]
+        source.go.set()
+    else:
+        assert next(steps).step == 1
+        assert group.said == [True, True]

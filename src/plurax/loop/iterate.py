@@ -323,6 +323,9 @@ def _streamed(
         begin = start if epoch == start.epoch else Position(epoch)
         began, done = time.monotonic(), False
         with ReadAhead(map(load, data.batches(begin)), OneSlot, stopping) as ahead:
+            # One that is to stop and has no batch yet must not leave the others alone in a step.
+            if group.count > 1 and None in group.all_gather(ahead.has_more()):
+                return
             for part in ahead.parts(is_end=all_ended):
                 state, metrics = program.step_placed(state, part.buffer.batch)
                 step, done = step + 1, part.is_last
