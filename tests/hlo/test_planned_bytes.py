@@ -282,8 +282,8 @@ def test_a_loss_is_added_up_over_rows_before_it_is_over_devices():
 
 @pytest.mark.parametrize(
     ("remat", "passes"),
-    # Full rematerialization computes the first product again, so it gathers that half once more.
-    [("none", 2), pytest.param("full", 2.5, marks=pytest.mark.slow)],
+    # What full rematerialization computes again reads what the gradient gathers anyway.
+    [("none", 2), pytest.param("full", 2, marks=pytest.mark.slow)],
 )
 def test_bfloat16_and_zero_3_hold_no_whole_stack(remat, passes):
     """Temporaries grow by the shards of a gradient and of what is cast, and by no layer."""

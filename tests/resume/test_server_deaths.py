@@ -106,7 +106,7 @@ def train(servers, faults, folder, transport=None, steps=40, optimizer=OPTIMIZER
             if output.step == exactly:
                 break
     assert len(losses) == int(state.step)
-    assert losses[-1] < losses[0]
+    assert np.mean(losses[-10:]) < np.mean(losses[:10])  # of one batch each says little
     return state, account, read_events(folder / "servers.jsonl")
 
 

@@ -43,6 +43,7 @@ from plurax.targets import Target
 from plurax.task import Task
 from plurax.trace.clock import names_of
 from plurax.trace.collectives import every_collective
+from plurax.trace.compilers import rules_of
 from plurax.trace.liveness import peak_bytes
 from plurax.tree import human_bytes
 from plurax.user_frames import is_users_file
@@ -264,8 +265,10 @@ def _lighter(task: Any, optimizer: Any, plan: Plan, batch: PyTree, machine: Mach
     for remat, microbatches, zero in itertools.product(remats, counts, range(plan.zero, 4)):
         try:
             lighter = dataclasses.replace(plan, remat=remat, microbatches=microbatches, zero=zero)
-            trace = record_step(task, optimizer, lighter, batch)
-            if lighter != plan and peak_bytes(trace, machine.platform) < machine.memory:
+            if lighter == plan:
+                continue
+            peak = peak_bytes(record_step(task, optimizer, lighter, batch), machine.platform)
+            if peak + rules_of(machine.platform).margin_of(peak) <= machine.memory:
                 return lighter
         except errors.PlanError:  # of a combination that there is not
             continue

@@ -70,7 +70,7 @@ class Estimate:
     @property
     def margin(self) -> int:
         """Bytes by which the compiler of the machine may need more than `peak`; none on CPUs."""
-        return int(self.peak * rules_of(self.machine.platform).margin)
+        return rules_of(self.machine.platform).margin_of(self.peak)
 
     @property
     def spare(self) -> int:

@@ -332,8 +332,11 @@ def together(
         sizes = [_size(values[index]) for index in indices]
         for bucket in packed([likes[i] for i in indices], sizes, resharder.bucket_bytes):
             pack = [indices[number] for number in bucket]
-            some = [values[index] for index in pack]
-            moved = _packed_move(resharder, some, [goals[index] for index in pack], kind, by)
+            some, targets = [values[i] for i in pack], [goals[i] for i in pack]
+            if len(pack) == 1:
+                moved = [resharder.move(_tied(resharder, some[0], by), targets[0])]
+            else:
+                moved = _flat_move(resharder, some, targets, kind, by)
             for index, value in zip(pack, moved, strict=True):
                 results[index] = value
     return results
@@ -349,19 +352,6 @@ def _tied(resharder: Resharder, value: ShardedValue, by: Array | None) -> Sharde
     if by is None:
         return value
     return resharder.order_after([value], by)[0]
-
-
-def _packed_move(
-    resharder: Resharder,
-    values: list[ShardedValue],
-    goals: list[TensorSharding],
-    kind: str,
-    by: Array | None,
-) -> list[ShardedValue]:
-    """Reshard values of one dtype by one collective, one alone without a flat buffer."""
-    if len(values) == 1:
-        return [resharder.move(_tied(resharder, values[0], by), goals[0])]
-    return _flat_move(resharder, values, goals, kind, by)
 
 
 def _flat_move(

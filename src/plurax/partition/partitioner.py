@@ -321,7 +321,8 @@ class Partitioner(Resharder):
     def _together_known(self, inputs: list[ValueVersions]) -> list[ValueVersions]:
         """Apply an optimization barrier to shards as they are; what is deferred stays so."""
         values = [one.value for one in inputs if one.deferred is None]
-        tied = iter(self.run(_barred, [value.array for value in values], values))
+        arrays = [value.array for value in values]
+        tied = iter(self.run(lambda *each: list(lax.optimization_barrier(each)), arrays, values))
         return [one if one.deferred else ValueVersions(next(tied)) for one in inputs]
 
     # --- Loops, and the model's own shard_map --------------------------------------------------
@@ -409,10 +410,6 @@ class Partitioner(Resharder):
                 lambda *shards: eval_manual_body(body, consts, shards), arrays, specs
             )
         return [ValueVersions(value) for value in results]
-
-
-def _barred(*arrays: Array) -> list[Array]:
-    return list(lax.optimization_barrier(arrays))
 
 
 def partition(

@@ -48,6 +48,10 @@ class CompilerRules:
     size: Callable[[Value, bool], int]
     margin: float
 
+    def margin_of(self, peak: int) -> int:
+        """Return the bytes by which a compiler may need more than a planned peak."""
+        return int(peak * self.margin)
+
     @property
     def readers(self) -> frozenset[str]:
         """Operations into which others are fused."""
