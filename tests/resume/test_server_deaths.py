@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 
 import jax
+import numpy as np
 import optax
 import pytest
 from tests import models
