@@ -348,13 +348,6 @@ def calls() -> dict[str, Call]:
         "plurax.sharding.TensorSharding.from_spec": call(
             px.sharding.TensorSharding.from_spec, spec=jax.P("data"), rank=2
         ),
-        "plurax.sharding.TensorSharding.from_map": call(
-            px.sharding.TensorSharding.from_map,
-            device_matrix=(2,),
-            tensor_map=(0, -1),
-            axes=("data",),
-        ),
-        "plurax.sharding.TensorSharding.to_map": call(sharding.to_map, axes={"data": 2}),
         "plurax.sharding.TensorSharding.num_shards": call(
             sharding.num_shards, dim=0, axes={"data": 2}
         ),

@@ -35,8 +35,6 @@ class TensorSharding:
     TensorSharding(None, 'tensor')
     >>> sharding.shard_shape((6, 8), {"data": 2, "tensor": 4})
     (6, 2)
-    >>> TensorSharding.from_map((2, 4), (-1, 0), ("data", "tensor"))
-    TensorSharding(None, 'tensor')
     """
 
     dims: Dims
@@ -88,54 +86,6 @@ class TensorSharding:
         while entries and entries[-1] is None:
             entries.pop()
         return PartitionSpec(*entries)
-
-    @classmethod
-    def from_map(
-        cls, device_matrix: Sequence[int], tensor_map: Sequence[Any], axes: Sequence[str]
-    ) -> "TensorSharding":
-        """Create a sharding from a device matrix and a tensor map.
-
-        **Arguments:**
-
-        - `device_matrix`: sizes of the mesh axes, in mesh order.
-        - `tensor_map`: for each dim the position in the device matrix, counted from its end, of the
-          axis that splits it; -1 where none does; several in a tuple.
-        - `axes`: names of the mesh axes, in mesh order.
-
-        Raises `PlanError` if a position is outside the device matrix.
-        """
-        entries = []
-        if len(axes) != len(device_matrix):
-            raise errors.argument_misfits(
-                "TensorSharding.from_map", "axes", text(axes), "a name for each axis of the matrix"
-            )
-        for indices in tensor_map:
-            several = indices if isinstance(indices, tuple) else (indices,)
-            for index in several:
-                if not isinstance(index, int) or not -1 <= index < len(device_matrix):
-                    last = len(device_matrix) - 1
-                    raise errors.PlanError(
-                        f"the tensor map {tuple(tensor_map)} does not fit the device matrix "
-                        f"{tuple(device_matrix)}: its entries are indices of the device matrix "
-                        f"counted from its end, 0 to {last}, or -1 for a dim that is not split."
-                    )
-            entries.append(tuple(axes[len(axes) - 1 - p] for p in several if p != -1))
-        return cls(tuple(entries))
-
-    def to_map(self, axes: AxisSizes) -> tuple[tuple[int, ...], tuple[int | tuple[int, ...], ...]]:
-        """Return the device matrix and the tensor map; see `from_map`.
-
-        >>> TensorSharding.of("data", ("tensor",)).to_map({"data": 2, "tensor": 4})
-        ((2, 4), (1, 0))
-        """
-        names = list(axes)
-        for axis in self.axes:
-            if axis not in axes:
-                raise errors.sharding_unknown_axis("the tensor", axis, tuple(axes))
-        tensor_map = [
-            tuple(len(names) - 1 - names.index(axis) for axis in dim) or (-1,) for dim in self.dims
-        ]
-        return tuple(axes.values()), tuple(p[0] if len(p) == 1 else p for p in tensor_map)
 
     @property
     def axes(self) -> tuple[str, ...]:
