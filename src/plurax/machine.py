@@ -23,11 +23,12 @@ do with one ring for each network card.
 import bisect
 import collections
 import dataclasses
+import functools
 import importlib.resources
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from plurax.disk import replace_file
 from plurax.notebook import html_table
 from plurax.reading import parse_toml, read_text, refusing
 from plurax.toml_writer import write_toml
-from plurax.validate import whole_number
+from plurax.validate import changed_repr, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +61,7 @@ class Level:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        where = f"Level({self.name!r})"
-        devices = whole_number(self.devices, 2)
-        if devices is None:
-            raise errors.machine_devices_not_whole(where, self.devices, 2)
-        object.__setattr__(self, "devices", devices)
-        _set_number(self, where, "bandwidth", positive=True)
-        _set_number(self, where, "latency")
+        _check_fields(self, f"Level({self.name!r})", _LEVEL_FIELDS)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -118,28 +113,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         where = f"Machine({self.name!r})"
-        object.__setattr__(self, "flops", _flops(where, self.flops))
-        for field in ("memory", "memory_bandwidth", "efficiency", "correction"):
-            _set_number(self, where, field, positive=True)
-        for field in ("overhead", "half_dim"):
-            _set_number(self, where, field)
-        object.__setattr__(self, "memory", int(self.memory))
-        if self.platform not in ("cpu", "gpu", "tpu"):
-            raise errors.MachineError(
-                f"{where}: platform={self.platform!r}, and must be 'cpu', 'gpu' or 'tpu', as JAX "
-                "names what compiles for it."
-            )
-        if self.efficiency > 1:
-            raise errors.machine_efficiency_above_one(where, self.efficiency)
-        object.__setattr__(self, "levels", tuple(self.levels))
-        if not all(isinstance(level, Level) for level in self.levels):
-            raise errors.machine_not_levels(where, self.levels)
-        for inner, outer in zip(self.levels, self.levels[1:], strict=False):
-            if outer.devices % inner.devices or outer.devices == inner.devices:
-                raise errors.machine_levels_do_not_nest(
-                    where, inner.name, inner.devices, outer.name, outer.devices
-                )
-        object.__setattr__(self, "groups", _groups(where, self.groups))
+        _check_fields(self, where, _MACHINE_FIELDS)
         counts = [count for count, _ in self.groups]
         if counts and sum(counts) != self.devices:
             raise errors.machine_groups_do_not_add_up(where, counts, self.devices)
@@ -262,7 +236,7 @@ class Machine:
         >>> machine.memory, machine.rates_of(range(8)).memory
         (32000000000, 80000000000)
         """
-        groups = _groups(f"Machine({name!r})", groups)
+        groups = _groups(f"Machine({name!r})", "groups", groups)
         kinds = [kind for _, kind in groups]
         if not kinds:
             raise errors.machine_groups_do_not_add_up(f"Machine({name!r})", [0], 1)
@@ -304,12 +278,7 @@ class Machine:
     # --- Text, files and presets ------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        fields = (
-            f"{field.name}={value!r}"
-            for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) != field.default
-        )
-        return f"Machine({', '.join(fields)})"
+        return changed_repr(self)
 
     def __str__(self) -> str:
         return "\n".join([self._title(), *(f"  {name}: {value}" for name, value in self._rows())])
@@ -412,8 +381,7 @@ class Machine:
         kind, count = (found[2], int(found[1] or 1)) if found else (name, 1)
         if kind not in hardware:
             raise errors.machine_preset_unknown(name, cls.presets())
-        if whole_number(nodes) is None:
-            raise errors.machine_devices_not_whole("nodes", nodes, 1)
+        _devices("nodes", nodes)
         device = hardware[kind]
         in_node, network = device.pop("node"), device.pop("network")
         device.pop("compiler", None)
@@ -472,33 +440,6 @@ def _fewest_members(devices: int, group_size: int, stride: int, mesh_devices: in
     return fewest
 
 
-def _flops(where: str, given: Any) -> dict[str, float]:
-    """Return rates by dtype. Raises `MachineError`."""
-    if not isinstance(given, Mapping) or not given:
-        raise errors.machine_flops_not_rates(where, given)
-    rates = {}
-    for dtype, rate in given.items():
-        if dtype not in WIDTHS:
-            raise errors.machine_unknown_dtype(where, dtype, WIDTHS)
-        rates[dtype] = _number(where, f"flops[{dtype!r}]", rate, positive=True)
-    return rates
-
-
-def _set_number(value: object, where: str, field: str, *, positive: bool = False) -> None:
-    """Make a field of a frozen value a finite number. Raises `MachineError`."""
-    number = _number(where, field, getattr(value, field), positive=positive)
-    object.__setattr__(value, field, number)
-
-
-def _number(where: str, field: str, value: object, *, positive: bool = False) -> float:
-    """Return a finite number of at least 0, or above 0 if `positive`. Raises `MachineError`."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        number = float(value)
-        if number > 0 or (number == 0 and not positive):
-            return number
-    raise errors.machine_not_a_number(where, field, value, positive=positive)
-
-
 def _build(cls: type, values: dict[str, Any]) -> Any:
     """Return a dataclass from the values of a table. Raises `MachineError` for other keys."""
     fields = dataclasses.fields(cls)
@@ -518,19 +459,6 @@ def _group(values: dict[str, Any]) -> tuple[int, Machine]:
         raise errors.machine_missing_key("group", "devices")
     kind = {key: value for key, value in values.items() if key != "devices"}
     return values["devices"], _build(Machine, kind)
-
-
-def _groups(where: str, given: Sequence[tuple[int, Machine]]) -> tuple[tuple[int, Machine], ...]:
-    """Return groups of devices, each of one kind. Raises `MachineError`."""
-    groups = []
-    for count, kind in given:
-        number = whole_number(count)
-        if number is None:
-            raise errors.machine_devices_not_whole(where, count, 1)
-        if kind.levels or kind.groups:
-            raise errors.machine_kind_not_one_device(where, kind.name, kind.devices)
-        groups.append((number, kind))
-    return tuple(groups)
 
 
 def _tables(values: dict[str, Any], key: str) -> list[dict[str, Any]]:
@@ -572,3 +500,101 @@ def _si(value: float, unit: str) -> str:
     power = min(5, max(-3, math.floor(math.log10(value) / 3)))
     prefix = ("n", "µ", "m", "", "k", "M", "G", "T", "P")[power + 3]
     return f"{value / 1000.0**power:.3g} {prefix}{unit}"
+
+
+# --- What each field may be -----------------------------------------------------------------------
+
+
+_Check = Callable[[str, str, Any], Any]
+
+
+def _check_fields(value: object, where: str, checks: Mapping[str, _Check]) -> None:
+    """Make each field of a frozen value what its check returns. Raises `MachineError`."""
+    for field, check in checks.items():
+        object.__setattr__(value, field, check(where, field, getattr(value, field)))
+
+
+def _devices(where: str, value: Any, least: int = 1) -> int:
+    """Return a number of devices of at least `least`. Raises `MachineError`."""
+    devices = whole_number(value, least)
+    if devices is None:
+        raise errors.machine_devices_not_whole(where, value, least)
+    return devices
+
+
+def _at_least_zero(where: str, field: str, value: Any, *, positive: bool = False) -> float:
+    """Return a finite number, above 0 if `positive`. Raises `MachineError`."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        number = float(value)
+        if number > 0 or (number == 0 and not positive):
+            return number
+    raise errors.machine_not_a_number(where, field, value, positive=positive)
+
+
+_positive = functools.partial(_at_least_zero, positive=True)
+
+
+def _efficiency(where: str, field: str, value: Any) -> float:
+    share = _positive(where, field, value)
+    if share > 1:
+        raise errors.machine_efficiency_above_one(where, share)
+    return share
+
+
+def _flops(where: str, field: str, value: Any) -> dict[str, float]:
+    """Return rates by dtype. Raises `MachineError`."""
+    if not isinstance(value, Mapping) or not value:
+        raise errors.machine_flops_not_rates(where, value)
+    for dtype in value:
+        if dtype not in WIDTHS:
+            raise errors.machine_unknown_dtype(where, dtype, WIDTHS)
+    return {dtype: _positive(where, f"{field}[{dtype!r}]", rate) for dtype, rate in value.items()}
+
+
+def _platform(where: str, field: str, value: Any) -> str:
+    if value not in ("cpu", "gpu", "tpu"):
+        raise errors.MachineError(
+            f"{where}: platform={value!r}, and must be 'cpu', 'gpu' or 'tpu', as JAX names what "
+            "compiles for it."
+        )
+    return str(value)
+
+
+def _levels(where: str, field: str, value: Any) -> tuple[Level, ...]:
+    """Return levels, each of whole groups of the one before it. Raises `MachineError`."""
+    levels = tuple(value)
+    if not all(isinstance(level, Level) for level in levels):
+        raise errors.machine_not_levels(where, levels)
+    for inner, outer in itertools.pairwise(levels):
+        if outer.devices % inner.devices or outer.devices == inner.devices:
+            raise errors.machine_levels_do_not_nest(
+                where, inner.name, inner.devices, outer.name, outer.devices
+            )
+    return levels
+
+
+def _groups(where: str, field: str, value: Any) -> tuple[tuple[int, Machine], ...]:
+    """Return groups of devices, each of one kind. Raises `MachineError`."""
+    groups = tuple((_devices(where, count), kind) for count, kind in value)
+    for _, kind in groups:
+        if kind.levels or kind.groups:
+            raise errors.machine_kind_not_one_device(where, kind.name, kind.devices)
+    return groups
+
+
+_LEVEL_FIELDS: Mapping[str, _Check] = {
+    "devices": lambda where, field, value: _devices(where, value, least=2),
+    "bandwidth": _positive,
+    "latency": _at_least_zero,
+}
+_MACHINE_FIELDS: Mapping[str, _Check] = {
+    "flops": _flops,
+    "memory": lambda where, field, value: int(_positive(where, field, value)),
+    **dict.fromkeys(("memory_bandwidth", "correction"), _positive),
+    "efficiency": _efficiency,
+    **dict.fromkeys(("overhead", "half_dim"), _at_least_zero),
+    "platform": _platform,
+    "levels": _levels,
+    "groups": _groups,
+}
+"""Of each field the check that returns its value, or raises `MachineError`."""

@@ -13,7 +13,7 @@ from plurax.notebook import html_table
 from plurax.reading import parse_toml, read_text, refusing
 from plurax.strategies import REPLICATED, Strategies, spelled
 from plurax.toml_writer import write_toml
-from plurax.validate import whole_number
+from plurax.validate import changed_fields, changed_repr, whole_number
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -212,19 +212,10 @@ data=1 means 'not used'.
             )
 
     def __repr__(self) -> str:
-        changed = (
-            f"{field.name}={value!r}"
-            for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) != field.default
-        )
-        return f"Plan({', '.join(changed)})"
+        return changed_repr(self)
 
     def _repr_html_(self) -> str:
-        used = [
-            (field.name, getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default and field.name not in _TABLES
-        ]
+        used = [pair for pair in changed_fields(self).items() if pair[0] not in _TABLES]
         rules = [(f"shardings[{pattern!r}]", entries) for pattern, entries in self.rules]
         if self.strategies is not None:
             rules += [(one.equation, one.inputs) for one in self.strategies.equations]

@@ -1,5 +1,6 @@
 """Numbers and paths as users give them, before anything is done with them. Imports no JAX."""
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -33,6 +34,21 @@ def whole_number(value: object, least: int = 1) -> int | None:
     except TypeError:
         return None
     return number if least <= number < MAX_NUMBER else None
+
+
+def changed_fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from their default, by name."""
+    return {
+        field.name: own
+        for field in dataclasses.fields(value)
+        if (own := getattr(value, field.name)) != field.default
+    }
+
+
+def changed_repr(value: object) -> str:
+    """Return the `repr` of a dataclass without the fields that have their default."""
+    fields = (f"{name}={own!r}" for name, own in changed_fields(value).items())
+    return f"{type(value).__name__}({', '.join(fields)})"
 
 
 def check_whole(

@@ -54,7 +54,7 @@ from plurax.planner.found import Found, Ranked
 from plurax.planner.tensor import SolverName, TensorSearch
 from plurax.sharding.rules import Rules
 from plurax.task import Task
-from plurax.validate import bytes_of, check_choice, check_number, check_whole
+from plurax.validate import bytes_of, changed_fields, check_choice, check_number, check_whole
 
 
 def search(
@@ -169,11 +169,7 @@ def _pinned_fields(pinned: Plan | Mapping[str, Any]) -> list[str]:
             if name not in known:
                 raise errors.plan_unknown_key(name, known, "pinned")
         return list(pinned)
-    return [
-        field.name
-        for field in dataclasses.fields(Plan)
-        if getattr(pinned, field.name) != field.default
-    ]
+    return list(changed_fields(pinned))
 
 
 class _Search:
