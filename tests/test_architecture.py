@@ -35,6 +35,7 @@ FLOORS = [
         "exit_codes",
         "timeouts",
         "disk",
+        "event_file",
         "user_frames",
         "argument_check",
         "lazy",
@@ -88,8 +89,8 @@ NEIGHBOURS = {
 }
 ABOVE = {"callbacks", "train", "sweeps", "experiment", "cli", "__main__"}
 
-# Doors that are still open. `report` draws plans and reads the folders of runs; a logger writes a
-# file as the log does; the engine reads data of other libraries where users pass them.
+# Doors that are still open. `report` draws plans and reads the folders of runs; the engine reads
+# data of other libraries where users pass them.
 DOORS = {
     ("report", "analysis"),
     ("report", "planner"),
@@ -97,7 +98,6 @@ DOORS = {
     ("report", "run_folder"),
     ("report", "server"),
     ("report", "sweeps"),
-    ("loggers", "run_folder"),
     ("execute", "sources"),
     ("loop", "sources"),
 }

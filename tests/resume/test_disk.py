@@ -416,4 +416,4 @@ def test_no_wait_is_measured_by_the_clock_of_the_wall():
         for path in source.rglob("*.py")
         if re.search(r"\btime\.time\(|\bdatetime\b|st_mtime", path.read_text())
     }
-    assert found == {"run_folder/board.py", "run_folder/run_file.py"}
+    assert found == {"event_file.py", "run_folder/run_file.py"}

@@ -69,13 +69,3 @@ class StepLogger(Logger, StepHook):
         """Write a step."""
         if run.is_primary and row["step"] % self._every == 0:
             self._write(row)
-
-
-def numbers(row: Row) -> dict[str, float]:
-    """Return the numbers of a row by name."""
-    return {name: value for name, value in row.items() if isinstance(value, int | float)}
-
-
-def named_numbers(row: Row) -> dict[str, float]:
-    """Return the numbers of a row by names like `step/loss`."""
-    return {f"{row['kind']}/{name}": v for name, v in numbers(row).items() if name != "step"}

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from plurax.disk import AppendFile, log_errors, make_folder, replace_file
-from plurax.loggers.logger import Logger, StepLogger, numbers
-from plurax.loop.log_rows import Row, encode_row, read_rows
+from plurax.loggers.logger import Logger, StepLogger
+from plurax.loop.log_rows import Row, encode_row, numbers, read_rows
 from plurax.loop.run import Run
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from plurax import errors
 from plurax.disk import log_errors
-from plurax.loggers.logger import StepLogger, named_numbers
+from plurax.event_file import EventFile
+from plurax.loggers.logger import StepLogger
 from plurax.loop.hook import StateHook
-from plurax.loop.log_rows import Row
+from plurax.loop.log_rows import Row, named_numbers
 from plurax.loop.run import Run
-from plurax.run_folder.board import Board
 
 
 class TensorBoard(StepLogger):
@@ -23,18 +23,18 @@ class TensorBoard(StepLogger):
 
     def _open(self, run: Run) -> None:
         with log_errors(self._directory):
-            self._board = Board(self._directory, run.step + 1 if run.step else None)
+            self._events = EventFile(self._directory, run.step + 1 if run.step else None)
 
     def _write(self, row: Row) -> None:
-        self._board.scalars(named_numbers(row), row["step"])
+        self._events.scalars(named_numbers(row), row["step"])
 
     def _flush(self) -> None:
         with log_errors(self._directory):
-            self._board.file.flush()
+            self._events.file.flush()
 
     def _close(self, run: Run) -> None:
         with log_errors(self._directory):
-            self._board.file.close()
+            self._events.file.close()
 
 
 class Mlflow(StepLogger, StateHook):

@@ -9,7 +9,7 @@ population also `members`, a dict of lists with a number for each member. One li
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,16 @@ def _numbers(value: Any) -> Any:
     if value is None or value in NOT_FINITE:
         return math.nan if value is None else float(value)
     return value
+
+
+def numbers(row: Row) -> dict[str, float]:
+    """Return the numbers of a row by name."""
+    return {name: value for name, value in row.items() if isinstance(value, int | float)}
+
+
+def named_numbers(row: Row, without: Container[str] = ("step",)) -> dict[str, float]:
+    """Return the numbers of a row by names like `step/loss`."""
+    return {f"{row['kind']}/{name}": v for name, v in numbers(row).items() if name not in without}
 
 
 def encode_row(row: Row) -> bytes:

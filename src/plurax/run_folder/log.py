@@ -8,15 +8,15 @@ from typing import Any
 
 from plurax import errors
 from plurax.disk import AppendFile, log_errors, make_folder, replace_file
+from plurax.event_file import EventFile
 from plurax.loop.hook import RewindHook, RowsHook
-from plurax.loop.log_rows import Row, encode_row, parsed_lines
+from plurax.loop.log_rows import Row, encode_row, named_numbers, parsed_lines
 from plurax.loop.run import Run
-from plurax.run_folder.board import Board
 from plurax.user_frames import warn
 
 LOG_FILE = "metrics.jsonl"
 
-BOARD_EVERY = 10
+EVENTS_EVERY = 10
 """Steps between those written to TensorBoard; `metrics.jsonl` has every step."""
 
 
@@ -53,7 +53,7 @@ class MetricsLog(RowsHook, RewindHook):
             self._length, self._sum = len(content), hashlib.sha256(content)
             self._rows = AppendFile(self.path)
             purge = None if resume_step is None else resume_step + 1
-            self._board = Board(self.path.parent / "tensorboard", purge)
+            self._events = EventFile(self.path.parent / "tensorboard", purge)
 
     def on_rows(self, run: Run, rows: list[Row]) -> None:
         """Append rows."""
@@ -101,7 +101,7 @@ class MetricsLog(RowsHook, RewindHook):
     @property
     def trouble(self) -> OSError | None:
         """Why the last attempt to write failed; None while the disk takes what is written."""
-        return self._rows.trouble or self._board.file.trouble
+        return self._rows.trouble or self._events.file.trouble
 
     def write(self, row: Row) -> None:
         """Append a row; on a full disk it waits in memory."""
@@ -109,14 +109,9 @@ class MetricsLog(RowsHook, RewindHook):
         self._rows.write(line)
         self._length += len(line)
         self._sum.update(line)
-        if row["kind"] == "event" or (row["kind"] == "step" and row["step"] % BOARD_EVERY):
+        if row["kind"] == "event" or (row["kind"] == "step" and row["step"] % EVENTS_EVERY):
             return
-        values = {
-            f"{row['kind']}/{name}": value
-            for name, value in row.items()
-            if name not in ("kind", "step", "epoch") and isinstance(value, int | float)
-        }
-        self._board.scalars(values, row["step"])
+        self._events.scalars(named_numbers(row, without=("step", "epoch")), row["step"])
 
     def flush(self) -> dict[str, Any]:
         """Return length and checksum of the log when all rows are on disk.
@@ -125,10 +120,10 @@ class MetricsLog(RowsHook, RewindHook):
         """
         with log_errors(self.path):
             self._rows.flush()
-            self._board.file.flush()
+            self._events.file.flush()
         return {"length": self._length, "sha256": self._sum.hexdigest()}
 
     def close(self) -> None:
         """Flush and close. Raises `CheckpointError` where writing fails."""
-        with log_errors(self.path), contextlib.closing(self._board.file):
+        with log_errors(self.path), contextlib.closing(self._events.file):
             self._rows.close()

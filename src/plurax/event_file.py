@@ -1,4 +1,4 @@
-"""TensorBoard events, appended by the training process itself.
+"""TensorBoard events, appended by the training process itself. Imports no JAX.
 
 A writer with a thread and a queue of its own would block the training loop once its thread has met
 a full disk. The format: https://www.tensorflow.org/tutorials/load_data/tfrecord, each record a
@@ -13,7 +13,7 @@ from pathlib import Path
 from plurax.disk import AppendFile, make_folder
 
 
-class Board:
+class EventFile:
     """A file of TensorBoard events in a folder; `file` is where they are appended.
 
     **Arguments:** `purge_step`, from which TensorBoard hides what earlier files of the folder hold.
