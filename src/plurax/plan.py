@@ -108,8 +108,8 @@ data=1 means 'not used'.
     the one it computes with, and the next. 1: one collective per tensor."""
     remat: Remat = "none"
     """What the backward pass recomputes instead of storing it: nothing; all but matrix products
-    (`dots`); all but the layers' inputs (`full`); or matrix products are stored in the host's
-    memory (`offload`)."""
+    (`dots`); all but the inputs of layers, or outside a loop over layers of segments of equations
+    (`full`); or as `dots`, with the matrix products stored in the host's memory (`offload`)."""
     shardings: GivenShardings = ()
     """The shardings of parameters and named activations, as a dict: pattern -> one entry for each
     dim: None for a dim that is not split, the name of a mesh axis, or several; a leading `...`

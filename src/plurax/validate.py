@@ -51,14 +51,12 @@ def changed_repr(value: object) -> str:
     return f"{type(value).__name__}({', '.join(fields)})"
 
 
-def check_whole(
-    function: str, name: str, value: object, least: int = 1, most: int = 2**31 - 1
-) -> int:
-    """Return an argument of a public function as an int in a range. Raises `ArgumentError`."""
-    number = whole_number(value, least)
+def check_whole(function: str, name: str, value: object, most: int = 2**31 - 1) -> int:
+    """Return an argument of a public function as an int of at least 1. Raises `ArgumentError`."""
+    number = whole_number(value)
     if number is None or number > most:
         raise errors.argument_misfits(
-            function, name, text(value), f"a whole number from {least} to {most}"
+            function, name, text(value), f"a whole number from 1 to {most}"
         )
     return number
 

@@ -37,6 +37,9 @@ ELEMENTWISE = frozenset([
 ])
 """Each entry of the result is computed from one entry of each operand."""
 
+LINEAR = frozenset(["neg", "convert_element_type", "copy", "real", "imag", "conj", "name"])
+"""Elementwise operations that are linear in their one operand."""
+
 CHEAP = frozenset([
     "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
     "div", "eq", "ge", "gt", "integer_pow", "is_finite", "le", "lt", "max",

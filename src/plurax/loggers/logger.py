@@ -1,7 +1,9 @@
-"""Log the rows of a run elsewhere: files of one's own, MLflow, Weights & Biases.
+"""The base of callbacks that log the rows of a run elsewhere than `fit(output=...)` does.
 
-`fit(output=...)` writes `metrics.jsonl` and TensorBoard events by itself. A logger is a callback,
-so it also sees what callbacks before it have added to a row: put loggers last.
+A logger says how to open, write a row and close; the base listens to the run, and calls it in the
+first process only. Files of one's own are in `plurax.loggers.row_files`; TensorBoard, MLflow and
+Weights & Biases in `plurax.loggers.trackers`. A logger is a callback, so it also sees what
+callbacks before it have added to a row: put loggers last.
 """
 
 import abc

@@ -1,4 +1,4 @@
-"""The events of the training loop: each is the one method of an abstract class.
+"""The events of the training loop: each is the method of an abstract class.
 
 A hook is an object that has any of these methods; the classes say with which arguments, and by
 them it is found. A callback of the user's may be a plain object, so they are protocols. What
@@ -22,6 +22,11 @@ dispatched. A callback that has to see the state after a certain step says so by
 What has to happen in every step belongs into the compiled program, as part of the optimizer:
 
     wrap_optimizer(optimizer)        returns the optimizer to train with
+
+A callback whose state checkpoints shall keep has both of these, in one class:
+
+    get_state() -> JSON value        what a checkpoint keeps
+    set_state(state)                 before the run starts, and where a run goes back
 
 What the rest of plurax listens to besides stands below, in the order of a call: `on_calls` once,
 `on_call`, `on_fetched`, `on_metrics`, `on_rows`, `on_checkpoint`; `on_rewind` and `on_end`.

@@ -12,9 +12,9 @@ slots that they read and write, are therefore data: an int32 table `(ticks, devi
            compute the parameters' gradients, and add them to the sums
         ppermute x to the next device and the cotangent to the previous one
 
-A new schedule needs no change here. A new kind of action needs its dependencies in `schedule.py`,
-its slots in `slots.py`, and here two methods, for a stage function and for a layer, that `_tick`
-runs.
+A new schedule of these actions needs no change here. A new kind of action needs its letter and its
+dependencies in `schedule.py`, its number and slots in `slots.py`, its derivative in `stage_vjp.py`,
+and here two methods, for a stage function and for a layer, that `_tick` runs.
 
 Example: the 1F1B schedule with 2 devices and 3 microbatches takes 8 ticks:
 

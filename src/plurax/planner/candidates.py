@@ -34,7 +34,7 @@ from plurax.execute.rows import abstract_rows
 from plurax.jaxpr.interpret import all_equations
 from plurax.machine import Machine
 from plurax.plan import Plan, Precision, Remat
-from plurax.planner.costs import TimeCosts, reduction_seconds
+from plurax.planner.costs import TimeCosts, reduction_seconds, update_bytes
 from plurax.planner.graph import Graph, graph_of
 from plurax.planner.lockstep import stage_times
 from plurax.sharding.annotations import Boundary, activation_names, annotations_in
@@ -277,10 +277,8 @@ def _bounds(model: Model, machine: Machine, sizes: Sizes, members: int) -> tuple
     seconds = totals.seconds / (data * shards)
     seconds += machine.start_seconds * totals.products * sizes.microbatches / sizes.pipeline
     seconds *= _waiting(sizes, totals, model.layers)
-    # The update reads and writes the parameters and the state, and reads the gradients.
     own = model.parameters / shards
-    moved = 3 * own + 2 * model.optimizer / shards
-    seconds += machine.traffic_seconds(moved / (data if zero else 1))
+    seconds += machine.traffic_seconds(update_bytes(own, model.optimizer / shards, data, zero))
     if data > 1:
         seconds += reduction_seconds(
             machine,

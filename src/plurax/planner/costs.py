@@ -159,9 +159,8 @@ class TimeCosts:
         plan, tensor = self.plan, graph.parameters[path]
         size = sharding.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
         n = plan.data
-        # Read and write the parameter and its state, read the gradient.
-        update = size * (3 + 2 * self.state_ratios.get(path, 0.0)) / (n if plan.zero else 1)
-        seconds = self.machine.traffic_seconds(update)
+        state = size * self.state_ratios.get(path, 0.0)
+        seconds = self.machine.traffic_seconds(update_bytes(size, state, n, plan.zero))
         if n > 1:
             # ZeRO-3 gathers parameters as they are computed with.
             half = plan.precision == "bfloat16" and tensor.itemsize > 2
@@ -176,6 +175,16 @@ class TimeCosts:
                 gathered=2 / tensor.itemsize if half else 1.0,
             )
         return seconds
+
+
+def update_bytes(params: float, state: float, data: int, zero: int) -> float:
+    """Return the bytes that the update of parameters moves on one device.
+
+    It reads and writes the parameters and their optimizer state, and reads the gradients.
+
+    **Arguments:** `params` and `state`, the bytes of each on one device without ZeRO.
+    """
+    return (3 * params + 2 * state) / (data if zero else 1)
 
 
 def reduction_seconds(

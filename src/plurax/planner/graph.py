@@ -40,6 +40,7 @@ from plurax.execute.initial_state import initial
 from plurax.execute.placement import leading_dim
 from plurax.execute.rows import Rows, index_rows
 from plurax.jaxpr.compat import (
+    LINEAR,
     REMAT,
     Scan,
     call_operands,
@@ -57,8 +58,6 @@ from plurax.sharding.axes import Axes
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
 from plurax.task import Task
-
-_LINEAR = frozenset(["neg", "convert_element_type", "copy", "real", "imag", "conj", "name"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,7 +396,7 @@ class _GraphBuilder:
         if name in ("annotate", "sharding_constraint"):
             return self._annotation(eqn, inputs[0], path, trips)
         tensors = [_tensor(var.aval) for var in eqn.outvars]
-        if inputs and inputs[0].tensor.zero and (name in _LINEAR or name == "broadcast_in_dim"):
+        if inputs and inputs[0].tensor.zero and (name in LINEAR or name == "broadcast_in_dim"):
             return [self.value(dataclasses.replace(one, zero=True)) for one in tensors]
         outputs = [self.value(one) for one in tensors]
         strategies = self._finder.of(eqn, [value.tensor for value in inputs])

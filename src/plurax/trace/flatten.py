@@ -19,6 +19,7 @@ from typing import Any, final
 from jax.extend.core import Literal
 
 from plurax.jaxpr.compat import (
+    ELEMENTWISE,
     Scan,
     call_operands,
     called_jaxpr,
@@ -28,7 +29,6 @@ from plurax.jaxpr.compat import (
 )
 from plurax.jaxpr.product_dims import product_dims
 from plurax.trace.step_trace import COLLECTIVES, Block, Op, Value
-from plurax.trace.xla_cpu import HOISTED, KEPT
 
 
 @final
@@ -227,6 +227,13 @@ class Flattener:
         return Block(body, [one for one in read if one is not None], ends, carried)
 
 
+KEPT = frozenset(["broadcast_in_dim", "iota", "operand", "rev", "slice", "transpose"])
+"""Operations that XLA leaves in a loop even if they are the same in every iteration."""
+
+HOISTED = (ELEMENTWISE | {"concatenate", "pad"}) - KEPT
+"""Operations that it takes out of a loop then."""
+
+
 def is_leading(dims: Sequence[int]) -> bool:
     """Whether dims are the first ones, in order."""
     return list(dims) == list(range(len(dims)))
@@ -245,6 +252,9 @@ def hoist(body: list[Op], consts: Sequence[Value | None]) -> list[Op]:
 
     XLA computes that once, before the loop: the concatenation of a bucket of parameters, their
     casts. A broadcast or a slice stays, and is copied where something that is taken out reads it.
+    Where one platform's compiler takes out more, its `CompilerRules` say so (`hoists_masks`).
+
+    Source: XLA's `while_loop_invariant_code_motion.cc`, which the compilers of all platforms run.
     """
     known = {value for value in consts if value is not None}
     cheap: dict[Value, Op] = {}

@@ -1,12 +1,11 @@
-"""What XLA's CPU compiler fuses, and what it takes out of loops: rules as data.
+"""What XLA's CPU compiler keeps in memory: rules as data.
 
 The recorded step is the same for every machine; which of its operations run as one kernel is the
-compiler's choice. These are the rules of `InstructionFusion` and of loop-invariant code motion on
-CPU, by which `plurax.trace.kernels` and `plurax.trace.flatten` decide. `xla_gpu` and `xla_tpu` have
-those of other machines; seconds are counted by these rules on all of them.
+compiler's choice. These are the rules of `InstructionFusion` on CPU, by which
+`plurax.trace.kernels` and `plurax.trace.liveness` decide. `xla_gpu` and `xla_tpu` have those of
+other machines, for memory; kernels are counted, and so seconds, by these rules on all of them.
 
-Sources: XLA's `instruction_fusion.cc`, `while_loop_invariant_code_motion.cc`
-(https://openxla.org/xla/hlo_passes), and compiled programs.
+Sources: XLA's `instruction_fusion.cc` (https://openxla.org/xla/hlo_passes), and compiled programs.
 """
 
 from plurax.jaxpr.compat import ELEMENTWISE
@@ -33,12 +32,6 @@ EXPENSIVE = frozenset([
     "logistic", "pow", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
 ])  # fmt: skip
 """Elementwise operations that are not computed twice."""
-
-KEPT = frozenset(["broadcast_in_dim", "iota", "operand", "rev", "slice", "transpose"])
-"""Operations that XLA leaves in a loop even if they are the same in every iteration."""
-
-HOISTED = (ELEMENTWISE | {"concatenate", "pad"}) - KEPT
-"""Operations that it takes out of a loop then."""
 
 RULES = CompilerRules(
     fusible=FUSIBLE,

@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from plurax.jaxpr.compat import LINEAR
 from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import (
     can_stay_partial,
@@ -41,7 +42,6 @@ from plurax.sharding.axes import Axes
 from plurax.sharding.spec import TensorSharding
 
 _SUMS = frozenset(["add", "sub", "add_any", "complex"])
-_LINEAR = frozenset(["neg", "convert_element_type", "copy", "real", "imag", "conj", "name"])
 
 
 def elementwise(
@@ -49,7 +49,7 @@ def elementwise(
 ) -> Decision | DeferredValue:
     """Reshard all operands to the sharding that sends the fewest bytes."""
     aval = eqn.outvars[0].aval
-    if eqn.primitive.name in _LINEAR and inputs[0].is_zero:
+    if eqn.primitive.name in LINEAR and inputs[0].is_zero:
         return context.zeros(tuple(aval.shape), aval.dtype)
     kept = _kept_partial(context, eqn, inputs)
     target = common_sharding(context, inputs, kept)
@@ -85,7 +85,7 @@ def _kept_partial(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -
             if not (one.deferred and one.deferred.zero)
         ]
         common = real[0] if real and all(axes == real[0] for axes in real) else frozenset()
-    elif name in _LINEAR or (name == "div" and not sums[1] and _rounds_only(eqn)):
+    elif name in LINEAR or (name == "div" and not sums[1] and _rounds_only(eqn)):
         common = sums[0]
     elif name == "mul" and bool(sums[0]) != bool(sums[1]):
         common = sums[0] | sums[1]

@@ -36,6 +36,8 @@ FEW = 16
 """Settings of one run that are shown without being asked for."""
 LONGEST = 60
 """Letters of a setting that a table shows."""
+MOST_NAMES, MOST_BOXES = 6, 64
+"""Runs that are named above their plan, and devices that are drawn."""
 MOST_PIPELINES = 3
 """Pipelines whose timelines are drawn."""
 
@@ -156,11 +158,11 @@ def plan_section(runs: Sequence[RunData]) -> str:
     return section("plan", "Plan", "".join(parts)) if parts else ""
 
 
-def _mesh(sizes: Mapping[str, int], most: int = 64) -> str:
+def _mesh(sizes: Mapping[str, int]) -> str:
     """Return the devices of a mesh as boxes: rows are data or member, columns are the others."""
     used = {name: size for name, size in sizes.items() if size > 1}
     count = math.prod(used.values())
-    if count == 1 or count > most:
+    if count == 1 or count > MOST_BOXES:
         return ""
     columns = count if len(used) == 1 else count // next(iter(used.values()))
     places = itertools.product(*(range(size) for size in used.values()))
@@ -177,9 +179,10 @@ def _mesh(sizes: Mapping[str, int], most: int = 64) -> str:
     )
 
 
-def _listed(runs: Sequence[RunData], most: int = 6) -> str:
-    names = ", ".join(run.name for run in runs[:most])
-    return names if len(runs) <= most else f"{names} and {len(runs) - most} more"
+def _listed(runs: Sequence[RunData]) -> str:
+    names = ", ".join(run.name for run in runs[:MOST_NAMES])
+    more = len(runs) - MOST_NAMES
+    return f"{names} and {more} more" if more > 0 else names
 
 
 # --- Estimated beside measured ------------------------------------------------------------------
