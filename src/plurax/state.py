@@ -1,6 +1,7 @@
 """What training changes, and what a checkpoint holds."""
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
 from plurax import errors
+
+_is_deleted = operator.methodcaller("is_deleted")
 
 
 @jax.tree_util.register_dataclass
@@ -69,8 +72,7 @@ def check_donatable(state: PyTree) -> None:
 
 def _check_not_donated(leaves: list[Any]) -> None:
     try:
-        # Leaves from elsewhere may be NumPy arrays, which nobody donates.
-        donated = any(getattr(leaf, "is_deleted", bool)() for leaf in leaves)
+        donated = _any_deleted(leaves)
     except jax.errors.ConcretizationTypeError:  # traced: there is no memory yet
         return
     if donated:
@@ -79,3 +81,10 @@ def _check_not_donated(leaves: list[Any]) -> None:
             "Keep what step returns: state, metrics = program.step(state, batch). To keep an old "
             "state, copy it first: jax.tree.map(jnp.copy, state)."
         )
+
+
+def _any_deleted(leaves: list[Any]) -> bool:
+    try:
+        return any(map(_is_deleted, leaves))  # runs in every step, so no Python for each leaf
+    except AttributeError:  # leaves from elsewhere may be NumPy arrays, which nobody donates
+        return any(getattr(leaf, "is_deleted", bool)() for leaf in leaves)

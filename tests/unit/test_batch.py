@@ -565,6 +565,33 @@ def test_a_placed_batch_has_memory_of_its_own(plan):
     np.testing.assert_array_equal(losses, np.arange(20.0) * 64)
 
 
+@pytest.mark.parametrize(
+    ("plan", "members"),
+    [(px.Plan(), None), (px.Plan(data=2), None), (px.Plan(), 3), (px.Plan(member=2), 4)],
+    ids=str,
+)
+def test_a_call_puts_nothing_that_is_there(plan, members):
+    """Rows, the count and the metrics of a full batch stay on the devices from call to call."""
+    members = members and px.Members(seeds=members)
+    program = px.compile(models.mlp_task(), models.optimizer(), plan, ROWS, members=members)
+    rows = program.place_batch(ROWS).rows
+    state, _ = program.step(program.init(), rows)
+    with jax.transfer_guard("disallow_explicit"):
+        state, metrics = program.step(state, rows)
+        program.gradients(state, rows)
+    first, _ = program.step(program.init(), ROWS)
+    assert models.same_bits(metrics, program.step(first, ROWS)[1])
+
+
+def test_batches_of_many_sizes_are_counted():
+    """The counts of a few sizes stay on the devices; here are more."""
+    program = px.compile(models.mlp_task(), models.optimizer(), px.Plan(data=2), models.data(12))
+    state = program.init()
+    for count in (*range(1, 13), 12, 1):
+        state, metrics = program.step(state, models.data(count))
+        assert int(metrics["examples"]) == count
+
+
 @pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=2, microbatches=2)], ids=str)
 @pytest.mark.parametrize("width", [4, 2**17])
 def test_many_inputs_are_predicted_in_few_calls_of_bounded_size(plan, width):

@@ -5,7 +5,7 @@ from collections import deque
 import jax
 from jax.sharding import Mesh
 
-from plurax.distributed.global_arrays import one_at_a_time
+from plurax.distributed.global_arrays import one_at_a_time, own_devices
 
 MOST_ON_CPU = 16
 """The largest number of computations in flight; XLA's CPU client accepts 32 per device.
@@ -23,13 +23,18 @@ class DispatchLimiter:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._limited = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+        # Decided once: this runs in every step.
+        devices = mesh.devices.flatten().tolist()
+        on_cpu = devices[0].platform == "cpu"
+        self._one_at_a_time = on_cpu and len(own_devices(devices)) < len(devices)
+        self._limited = on_cpu and not self._one_at_a_time and len(devices) > 1
         self._waiting: deque[jax.Array] = deque()
 
     def started(self, result: jax.Array) -> None:
         """Record a dispatched computation by a result; above the limit block on the oldest."""
-        one_at_a_time(result)
-        if self._limited:
+        if self._one_at_a_time:
+            one_at_a_time(result)
+        elif self._limited:
             self._waiting.append(result)
             if len(self._waiting) > MOST_ON_CPU:
                 self._waiting.popleft().block_until_ready()

@@ -29,6 +29,9 @@ from plurax.sources.source import Column, Reading, Source
 MAX_ROWS = 2**31 - 1
 """A program counts its rows in int32."""
 
+MAX_COUNTS = 8
+"""The largest number of batch sizes whose counts stay on the devices."""
+
 
 def check_rows(rows: int) -> None:
     """Raise `BatchError` for a number of rows that no program has."""
@@ -68,6 +71,8 @@ class Placement:
         self.like = abstract_batch(like)
         self._leaves = jax.tree.leaves(self.like)
         self._paths = list(tree.named_leaves(like))
+        self._whole = NamedSharding(sharding.mesh, P())
+        self._counts: dict[int, Any] = {}
 
     def abstract(self) -> PyTree:
         """Return the rows as `jax.ShapeDtypeStruct`s with their sharding."""
@@ -137,18 +142,20 @@ class Placement:
         """Check a batch and pad it; NumPy arrays stay on the host.
 
         Passing NumPy arrays to a compiled program is faster than `jax.device_put` before the call.
+        Rows that are on the devices as the program takes them are passed as they are.
         """
         count = self.check(batch)
 
         def filled(path: str, leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                name = f"batch[{path}]" if path else "the batch"
-                raise errors.BatchError(
-                    f"{name} was given to a function that reused its memory (donate_argnums), or "
-                    "was deleted. Copy it before that, jnp.copy(array), or load it again."
-                )
-            if isinstance(leaf, jax.Array) and count == self.rows:
-                return put(leaf, self.sharding)
+            if isinstance(leaf, jax.Array):
+                if leaf.is_deleted():
+                    name = f"batch[{path}]" if path else "the batch"
+                    raise errors.BatchError(
+                        f"{name} was given to a function that reused its memory (donate_argnums), "
+                        "or was deleted. Copy it before that, jnp.copy(array), or load it again."
+                    )
+                if count == self.rows:
+                    return leaf if self._is_placed(leaf) else put(leaf, self.sharding)
             if is_key(like):
                 return put(_padded_keys(leaf, self.rows), self.sharding)
             if process_count() > 1:  # a program over several processes takes no NumPy arrays
@@ -159,7 +166,24 @@ class Placement:
             return exactly(path, leaf, like.dtype)
 
         leaves = map(filled, self._paths, jax.tree.leaves(batch), self._leaves)
-        return Placed(jax.tree.unflatten(self.structure, leaves), np.int32(count))
+        return Placed(jax.tree.unflatten(self.structure, leaves), self._count(count))
+
+    def _is_placed(self, leaf: jax.Array) -> bool:
+        """Return whether `put` would return these rows as they are, after 50 µs."""
+        here = leaf.sharding
+        return here == self.sharding or here.is_equivalent_to(self.sharding, leaf.ndim)
+
+    def _count(self, count: int) -> Any:
+        """Return the number of real rows, on the devices.
+
+        The last few stay there: of full batches, and of what is left at the end of an epoch.
+        """
+        size = self._counts.get(count)
+        if size is None:
+            if len(self._counts) >= MAX_COUNTS:
+                self._counts.clear()
+            size = self._counts[count] = put(np.int32(count), self._whole)
+        return size
 
     def write(self, batch: PyTree, leaves: Sequence[np.ndarray], begin: int) -> int:
         """Check a batch, copy it into arrays from row `begin` on; return its number of examples."""
@@ -177,8 +201,7 @@ class Placement:
         places = np.arange(self.rows) % counts[:, None]
         rows = np.take_along_axis(rows, places, axis=1).astype(np.int32)
         columns = NamedSharding(self.sharding.mesh, P(None, *self.sharding.spec))
-        whole = NamedSharding(self.sharding.mesh, P())
-        return Placed(put(rows, columns), put(counts.astype(np.int32), whole))
+        return Placed(put(rows, columns), put(counts.astype(np.int32), self._whole))
 
     def _put_own_rows(
         self, path: str, leaf: Any, count: int, like: jax.ShapeDtypeStruct
@@ -224,7 +247,7 @@ class Placement:
             )
             for path, leaf, like in zip(self._paths, leaves, self._leaves, strict=True)
         ]
-        return Placed(jax.tree.unflatten(self.structure, placed), np.int32(self.size))
+        return Placed(jax.tree.unflatten(self.structure, placed), self._count(self.size))
 
     def own_rows(self) -> int | None:
         """Return the number of rows that only this process has; None where it shares some."""
