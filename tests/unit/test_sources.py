@@ -199,6 +199,18 @@ def test_windows_before_the_position_are_not_read(case, tmp_path, monkeypatch):
     assert [values(batch) for batch in dropped] == every[:5]
 
 
+@pytest.mark.parametrize("case", ["Parquet, windows", "Arrow file, windows"], indirect=True)
+def test_a_file_cut_while_it_is_read_is_named(case, tmp_path):
+    """A memory map of it would end the process."""
+    data = case.make(tmp_path)
+    batches = adapt("data", data).batches(Reading(BATCH, seed=3, shuffle=True), 1, 0)
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(px.errors.BatchError, match=r"was opened, and cannot be read any more: .* "
+                       "Leave a file as it is until training ends"):  # fmt: skip
+        list(batches)
+
+
 def test_rows_are_mixed_within_a_window_and_over_the_row_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "IN_MEMORY", 0)
     monkeypatch.setattr(blocks, "WINDOW", 10_000)

@@ -82,7 +82,10 @@ def _width(kind: Any) -> int:
 
 
 class ArrowTable:
-    """The record batches of an Arrow file, memory-mapped unless they are compressed."""
+    """The record batches of an Arrow file; only their sizes come from a memory map.
+
+    A file that something overwrites while a map of it is read ends the process (SIGBUS).
+    """
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
@@ -99,7 +102,8 @@ class ArrowTable:
         """Return a record batch."""
         import pyarrow as pa
 
-        return pa.ipc.open_file(pa.memory_map(str(self.path))).get_batch(block)
+        with pa.OSFile(str(self.path)) as file:
+            return pa.ipc.open_file(file).get_batch(block)
 
 
 def open_tables(what: str, paths: Sequence[Path]) -> PyTree:
@@ -216,15 +220,28 @@ class Blocks(Source):
         parts: list[dict[str, np.ndarray]] = []
         for index in blocks:
             file, block = self._places[index]
-            found = arrow.arrays(self._what, self._files[file].read(block), "a file")
-            if parts and _shapes(found) != _shapes(parts[0]):
+            columns = arrow.arrays(self._what, self._table(file, block), "a file")
+            if parts and _shapes(columns) != _shapes(parts[0]):
                 raise errors.BatchError(
                     f"{self._what}: the columns of {self._paths[file]} are not those of "
                     f"{self._paths[0]}. Files that are read as one need the same columns with the "
                     "same dtypes."
                 )
-            parts.append(found)
+            parts.append(columns)
         return _joined(parts)
+
+    def _table(self, file: int, block: int) -> Any:
+        """Return the Arrow table of a block."""
+        import pyarrow as pa
+
+        try:
+            return self._files[file].read(block)
+        except (pa.ArrowException, OSError) as error:
+            raise errors.BatchError(
+                f"{self._what}: {self._paths[file]} was opened, and cannot be read any more: "
+                f"{str(error).strip()} Leave a file as it is until training ends; write a new one "
+                "beside it, and rename that."
+            ) from error
 
 
 def _order(count: int, seed: int, epoch: int, window: int = 0) -> np.ndarray:
