@@ -586,6 +586,16 @@ def test_the_rule():
             assert 1 <= chunk <= min(members, 2 * target)
 
 
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("columns", [1.0, 8.0, 4096.0])
+@pytest.mark.parametrize("bytes_", [1, 1000, 10**9])
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_the_caches_of_a_cpu_ask_for_is_chosen_there_alone(platform, columns, bytes_, plain):
+    work = MemberWork(bytes=bytes_, columns=columns, plain=plain)
+    plan = choose_chunk(px.Plan(), 1000, work, platform)
+    assert (plan.chunk, plan.batch_dim) == (1000, "major")
+
+
 def test_less_memory_makes_smaller_chunks(monkeypatch):
     batch, members = models.cut(ROWS, 16), px.Members(64)
     kind = (TASK, models.optimizer(), px.Plan(batch_dim="major"), batch)
