@@ -151,7 +151,7 @@ def commands_return() -> Iterator[None]:
     an earlier test has started.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if commands := sys.modules.get("plurax.cli.commands"):
+        if commands := sys.modules.get("plurax.cli.dispatch"):
             patch.setattr(commands, "leave", sys.exit)
         yield
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from plurax.server.messages import Pulled
-from plurax.server.threads import answer, give
+from plurax.server.thread_transport import answer, give
 from plurax.server.transport import Actor, ActorGoneError, ResultLostError, Transport
 
 SECONDS_PER_CALL = 0.01

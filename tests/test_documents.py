@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 import plurax as px
-from plurax.cli import commands as cli
+from plurax.cli import dispatch as cli
 
 REPOSITORY = Path(__file__).parents[1]
 WRITTEN = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]

@@ -314,9 +314,9 @@ data=1 means 'not used'.
             first, *others = self.strategies.lines()
             lines += [f"  strategies: {first}", *(f"    {line}" for line in others)]
         if self.zero:
-            lines.append(f"  zero={self.zero}: {_ZERO[self.zero]}")
+            lines.append(f"  zero={self.zero}: {ZERO_TEXTS[self.zero]}")
         if self.remat != "none":
-            lines.append(f"  remat={self.remat}: {_REMAT[self.remat]}")
+            lines.append(f"  remat={self.remat}: {REMAT_TEXTS[self.remat]}")
         return lines
 
     def padded_size(self, batch_size: int) -> int:
@@ -382,14 +382,14 @@ data=1 means 'not used'.
 _TABLES = ("shardings", "strategies")
 """The fields that are tables in TOML, and rows of their own in a notebook."""
 
-_ZERO = {
+ZERO_TEXTS = {
     1: "the optimizer's state is split over data.",
     2: "gradients and the optimizer's state are split over data;\n"
     "    each microbatch reduces its gradients to their shards.",
     3: "parameters, gradients and the optimizer's state are split over data;\n"
     "    parameters are gathered where they are used.",
 }
-_REMAT = {
+REMAT_TEXTS: Mapping[Remat, str] = {
     "dots": "the backward pass recomputes all but matrix products.",
     "full": "the backward pass recomputes all but the inputs of layers.",
     "offload": "matrix products are stored in the host's memory until the backward pass.",
@@ -531,7 +531,7 @@ _FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("chunk", "stages"), _CHOSEN),
     "bucket_bytes": _whole("bucket_bytes=1 sends each tensor on its own"),
     "precision": _one_of(*get_args(Precision)),
-    "zero": _one_of(0, 1, 2, 3),
+    "zero": _one_of(0, *ZERO_TEXTS),
     "remat": _one_of(*get_args(Remat)),
     "batch_dim": _one_of(*get_args(BatchDim), optional=True),
     "schedule": lambda field, value: _schedule(value),

@@ -18,7 +18,7 @@ import plurax as px
 from plurax import disk, errors
 from plurax.checkpoint import Checkpoints, manager
 from plurax.checkpoint.arrays import StateHandler
-from plurax.cli import commands
+from plurax.cli import dispatch
 from plurax.errors import SaveFailedWarning
 from plurax.errors.kinds import RunStoppedError
 from plurax.execute.array_data import ArrayData, Position
@@ -382,7 +382,7 @@ def test_a_command_that_stopped_so_says_it_by_its_status(monkeypatch, capsys):
 
     monkeypatch.setattr("plurax.cli.train_command.train_experiment", train)
     with pytest.raises(SystemExit) as ended:
-        commands.main(["train", "file.py"])
+        dispatch.main(["train", "file.py"])
     assert ended.value.code == ExitCode.PERMANENT
     assert "error: training stopped at step 60: 3 saves in a row" in capsys.readouterr().err
 

@@ -25,7 +25,7 @@ from plurax.server.record import Record, read_events
 from plurax.server.run_spec import RunSpec
 from plurax.server.servers import Servers
 from plurax.server.synchronous import Synchronous
-from plurax.server.threads import Threads
+from plurax.server.thread_transport import Threads
 from plurax.train.serve import serve_iter
 
 DATA = px.train.ArrayData(models.data(64), 8)

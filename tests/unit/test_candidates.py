@@ -9,9 +9,16 @@ from tests import models
 
 import plurax as px
 from plurax.machine import Level
-from plurax.pipeline.schedule import live_activations, make_schedule
-from plurax.planner.candidates import Model, candidates, model_of
-from plurax.planner.lockstep import StagedModel, fastest_stages, stored_microbatches, tick_counts
+from plurax.pipeline.schedule import SCHEDULES, live_activations, make_schedule
+from plurax.planner.candidates import REMATS, Model, candidates, model_of
+from plurax.planner.costs import REDUCTION, held_bytes
+from plurax.planner.lockstep import (
+    StagedModel,
+    fastest_stages,
+    stage_times,
+    stored_microbatches,
+    tick_counts,
+)
 from plurax.planner.profile import Share
 
 MACHINE = px.Machine(
@@ -112,10 +119,11 @@ def test_bounds_fall_with_what_is_split(stacked):
     assert bounds[gpipe].memory > bounds[dataclasses.replace(gpipe, schedule="1f1b")].memory
 
 
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)]
+CHUNKS = [(name, 1) for name in SCHEDULES if name != "interleaved"]
+CHUNKS += [("interleaved", 2), ("interleaved", 3)]
 
 
-@pytest.mark.parametrize(("schedule", "stages"), SCHEDULES)
+@pytest.mark.parametrize(("schedule", "stages"), CHUNKS)
 @pytest.mark.parametrize("devices", [2, 3, 4, 7])
 def test_ticks_and_stored_microbatches_without_simulation(schedule, stages, devices):
     every = devices if schedule == "interleaved" else 1
@@ -132,6 +140,25 @@ def test_ticks_and_stored_microbatches_without_simulation(schedule, stages, devi
 def test_a_schedule_by_hand_is_simulated():
     lines = ("F0 F1 B0 B1", "F0 B0 F1 B1")
     assert tick_counts(lines, 2, 2) == tick_counts("1f1b", 2, 2)
+
+
+def test_a_backward_that_is_split_by_hand_is_two_actions():
+    """A forward takes 1/3 s, B and W as much each: 2 ticks of forwards, and 5 of either."""
+    lines = ("F0 F1 B0 W0 B1 W1", "F0 B0 F1 B1 W0 W1")
+    assert stage_times(lines, 2, 2, 1, forward=1 / 3) == pytest.approx((2 + 5) / 3)
+    layers, none = Share(2.0, 4.0, 1.0), Share(0.0, 0.0, 0.0)  # of a stage 1 s and 2 s
+    assert StagedModel(lines, 2, 2, 1, 2, layers, none, none).stages((1, 1)).seconds == 7
+    drawn = tuple(str(make_schedule("zb-h1", 4, 8)).splitlines())
+    by_name = stage_times("zb-h1", 4, 8, 1, forward=0.3)
+    assert stage_times(drawn, 4, 8, 1, forward=0.3) == pytest.approx(by_name)
+
+
+def test_a_search_tries_all_policies_that_store_nothing_on_the_host():
+    assert REMATS == ("none", "dots", "full")
+
+
+def test_bytes_of_parameters_gradients_and_state():
+    assert [held_bytes(8.0, 16.0, 4, zero) for zero in REDUCTION] == [32, 20, 14, 8]
 
 
 def test_stages_of_layers_and_a_head():

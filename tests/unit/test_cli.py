@@ -15,8 +15,8 @@ from tests.command import run
 from tests.pictures import panels
 
 import plurax as px
+from plurax.cli.commands import COMMANDS
 from plurax.cli.options import NO_OPTIONS, argument_texts
-from plurax.cli.table import COMMANDS
 from plurax.loop.log_rows import read_rows
 from plurax.train.fit import fit
 

@@ -15,8 +15,8 @@ from tests.command import run
 import plurax as px
 from plurax.cli import doctor_command as doctor
 from plurax.cli import example_commands, options
+from plurax.cli.commands import COMMANDS
 from plurax.cli.parser import GROUPS, field_texts
-from plurax.cli.table import COMMANDS
 from plurax.exit_codes import ADVICE, MEANINGS, ExitCode
 
 REPOSITORY = Path(__file__).parents[2]

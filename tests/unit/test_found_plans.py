@@ -14,7 +14,7 @@ import plurax as px
 from plurax.machine import Level
 from plurax.planner.costs import BytesSent, TimeCosts
 from plurax.planner.fewest import minimal
-from plurax.planner.tensor import TensorSearch
+from plurax.planner.tensor_search import TensorSearch
 from plurax.sharding.spec import TensorSharding
 
 STACK = {

@@ -650,14 +650,14 @@ def test_the_trace_of_a_process_whose_peer_died_is_only_in_its_file(tmp_path, ho
     """The line that helps, of the launcher, does not stand below a trace that does not."""
     start = {
         "script": "sys.excepthook = end_at_once\nfail()",
-        "command": "commands.command_named = lambda name: SimpleNamespace(load=lambda: fail)\n"
-        "commands.main(['fail'])",
+        "command": "dispatch.command_named = lambda name: SimpleNamespace(load=lambda: fail)\n"
+        "dispatch.main(['fail'])",
     }[how]
     body = f"""
 from types import SimpleNamespace
 import jax
 from plurax import errors
-from plurax.cli import commands
+from plurax.cli import dispatch
 from plurax.distributed.initialize import end_at_once
 
 def fail(*_):

@@ -1,5 +1,6 @@
 """Memory known before compiling: by hand on small functions, and beside what XLA allocates."""
 
+import dataclasses
 import random
 import runpy
 from pathlib import Path
@@ -13,7 +14,7 @@ from tests.promotion import allowed
 
 import plurax as px
 from plurax.execute.recorder import record_step
-from plurax.trace.compilers import rules_of
+from plurax.trace.compilers import COMPILERS, rules_of
 from plurax.trace.flatten import Flattener
 from plurax.trace.kernel_order import breadth_first, depth_first
 from plurax.trace.kernels import kernels
@@ -332,3 +333,9 @@ def test_a_gpu_writes_a_mask_once_before_a_loop():
     block = flat(fun, x, mask)
     written = [temporaries(block, [], rules_of(name)) for name in ("cpu", "gpu")]
     assert round((written[1] - written[0]) / (K * K), 2) == 1
+
+
+def test_a_machine_may_have_every_platform_with_rules():
+    for platform in COMPILERS:
+        machine = dataclasses.replace(px.Machine.preset("V100-32GB"), platform=platform)
+        assert rules_of(machine.platform) is COMPILERS[platform]

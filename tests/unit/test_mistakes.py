@@ -20,7 +20,7 @@ import plurax.adapters.equinox
 import plurax.adapters.linen
 import plurax.adapters.nnx
 from plurax import errors
-from plurax.cli import commands as cli
+from plurax.cli import dispatch as cli
 from plurax.user_frames import user_frames
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,7 +15,11 @@ from tests import models
 import plurax as px
 from plurax import Plan
 from plurax.errors import PlanError
+from plurax.jaxpr.remat import POLICIES
 from plurax.launch.network_hosts import free_port
+from plurax.pipeline.schedule import SCHEDULES
+from plurax.plan import REMAT_TEXTS, ZERO_TEXTS, Remat, ScheduleName
+from plurax.planner.costs import REDUCTION
 
 plans = st.builds(
     Plan,
@@ -92,6 +97,14 @@ def test_a_file_of_another_editor_is_read(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_bytes(b"\xef\xbb\xbfdata = 2\r\nzero = 1\r\n")
     assert Plan.load(path) == Plan(data=2, zero=1)
+
+
+def test_what_a_plan_names_is_what_there_is():
+    """A plan imports no JAX, so it has the names alone."""
+    assert sorted(get_args(ScheduleName)) == sorted(SCHEDULES)
+    assert get_args(Remat) == tuple(POLICIES)
+    assert {"none", *REMAT_TEXTS} == set(POLICIES)
+    assert (0, *ZERO_TEXTS) == tuple(REDUCTION)
 
 
 def test_it_is_frozen():

@@ -9,7 +9,7 @@ from tests import models
 
 import plurax as px
 from plurax import errors, tree
-from plurax.cli import commands
+from plurax.cli import dispatch
 from plurax.execute.program import Program
 from plurax.execute.replicas import ReplicaCheck
 from plurax.fingerprint import BLOCK, TOGETHER, checksums
@@ -248,6 +248,6 @@ def test_the_command_ends_with_a_code_of_its_own(monkeypatch, capsys):
 
     monkeypatch.setattr("plurax.cli.train_command.train_experiment", train)
     with pytest.raises(SystemExit) as said:
-        commands.main(["train", "file.py"])
+        dispatch.main(["train", "file.py"])
     assert said.value.code == 78
     assert "after step 7 device 2 of process 0 holds other bits" in capsys.readouterr().err

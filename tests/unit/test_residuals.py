@@ -27,7 +27,7 @@ from plurax.server.residuals import from_leaves, redistribute, to_leaves, zero_l
 from plurax.server.servers import Servers
 from plurax.server.shard_layout import ShardLayout
 from plurax.server.synchronous import Synchronous
-from plurax.server.threads import Threads
+from plurax.server.thread_transport import Threads
 from plurax.train.serve import run_spec, serve_iter
 
 SYNC = Servers(workers=2, shards=2, compression="topk", transport="threads")

@@ -15,7 +15,7 @@ from tests import models
 from tests.command import run
 
 import plurax as px
-from plurax.cli import commands
+from plurax.cli import dispatch
 from plurax.cli.file_or_run import tokens
 from plurax.loop.log_rows import read_rows
 from plurax.run_folder.run_file import git_state, read_run_file, run_toml
@@ -68,7 +68,7 @@ def trained_once(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         with pytest.raises(SystemExit) as stopped:
-            commands.main(["train", "small.py", *arguments])
+            dispatch.main(["train", "small.py", *arguments])
     assert stopped.value.code == 0
     return folder
 

@@ -18,7 +18,7 @@ from plurax.planner.candidates import CandidatePlan, Sizes
 from plurax.planner.costs import BytesSent, TimeCosts, state_ratios
 from plurax.planner.layer import layer_of
 from plurax.planner.search import _CandidateQueue, _Computed, _Learned
-from plurax.planner.tensor import TensorSearch
+from plurax.planner.tensor_search import TensorSearch
 from plurax.report.layer_picture import draw_found
 from plurax.strategies import Strategies, Strategy
 from plurax.tree import human_bytes

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 from tests.runs import write_run
 
-from plurax.cli.commands import main
+from plurax.cli.dispatch import main
 from plurax.console import PlainConsole
 from plurax.launch.events import Events
 from plurax.progress.console_progress import ConsoleProgress

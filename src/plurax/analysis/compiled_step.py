@@ -38,7 +38,7 @@ from plurax.hlo.text import Module, dims_of, dtype_of, parse
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.notebook import html_table, text_table
-from plurax.plan import Plan
+from plurax.plan import ZERO_TEXTS, Plan
 from plurax.targets import Target
 from plurax.task import Task
 from plurax.trace.clock import names_of
@@ -262,7 +262,8 @@ def _lighter(task: Any, optimizer: Any, plan: Plan, batch: PyTree, machine: Mach
     while 2 * counts[-1] <= rows:
         counts.append(2 * counts[-1])
     remats = dict.fromkeys([plan.remat, "full"])
-    for remat, microbatches, zero in itertools.product(remats, counts, range(plan.zero, 4)):
+    levels = [level for level in (0, *ZERO_TEXTS) if level >= plan.zero]
+    for remat, microbatches, zero in itertools.product(remats, counts, levels):
         try:
             lighter = dataclasses.replace(plan, remat=remat, microbatches=microbatches, zero=zero)
             if lighter == plan:

@@ -1,73 +1,119 @@
-"""The command line: choose a command, run it, say how it failed."""
+"""The commands: one line each. Nothing that a command needs is imported before it is chosen."""
 
-import contextlib
-import os
-import sys
-from collections.abc import Iterator, Sequence
+import dataclasses
+import importlib
+from collections.abc import Callable
 
-from plurax import __version__, errors
-from plurax.cli.table import COMMANDS, command_named, exit_codes_text, help_text
-from plurax.distributed.environment import writes_files
-from plurax.distributed.initialize import end_at_once, exit_code, leave
-from plurax.exit_codes import ExitCode
-from plurax.terminal import printable
-from plurax.user_frames import describe_error, is_users
+from plurax import __version__
+from plurax.exit_codes import ADVICE, MEANINGS, meaning
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the command `plurax`. Exits with one of `ExitCode`."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:2] == ["help", "exit-codes"]:
-        print(exit_codes_text(), end="")
-        raise SystemExit(ExitCode.DONE)
-    if arguments[:1] == ["help"] and len(arguments) > 1:
-        arguments = [*arguments[1:], "--help"]
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(help_text(), end="")
-        raise SystemExit(ExitCode.DONE)
-    if arguments[0] == "--version":
-        print(f"plurax {__version__}")
-        raise SystemExit(ExitCode.DONE)
-    command = command_named(arguments[0])
-    if command is None:
-        names = [entry.name for entry in COMMANDS]
-        print(f"error: {errors.unknown_command(arguments[0], names)}", file=sys.stderr)
-        raise SystemExit(ExitCode.MISTAKE)
-    try:
-        with _quiet_unless_first():
-            raise SystemExit(command.load()(arguments[1:]))
-    except BrokenPipeError:  # the reader has closed the pipe, as with `| head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(ExitCode.READER_GONE) from None
-    except KeyboardInterrupt:
-        print("\nSIGINT: stopped before the first step; nothing was trained.", file=sys.stderr)
-        raise SystemExit(ExitCode.INTERRUPTED) from None
-    except errors.PluraxError as error:
-        print(printable(f"error: {describe_error(error)}"), file=sys.stderr)
-        leave(exit_code(error))
-    except Exception as error:
-        code = exit_code(error)
-        if code == ExitCode.OUT_OF_MEMORY:
-            print(
-                printable(f"error: {errors.memory_is_full(str(error) or repr(error))}"),
-                file=sys.stderr,
-            )
-            leave(code)
-        if code == ExitCode.PEER_DIED:
-            end_at_once(type(error), error, error.__traceback__)
-        if not is_users(error):
-            raise
-        print(
-            printable(f"error: {errors.user_code_failed(describe_error(error))}"), file=sys.stderr
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command: how it is written, a line of help, and the function that runs it."""
+
+    usage: str
+    """The name, and what stands after it."""
+    group: str
+    """The heading under which the help shows it."""
+    help: str
+    """What it does, as a sentence without a capital and a full stop."""
+    function: str
+    """`module:function` in `plurax.cli`; the function takes arguments and returns an exit code."""
+    options: str
+    """`module:name` of its options: a dataclass, or a function that returns one."""
+    gangs: bool = False
+    """Whether several processes can run it together, under `plurax launch`."""
+
+    @property
+    def name(self) -> str:
+        """The first word."""
+        return self.usage.split()[0]
+
+    def load(self) -> Callable[[list[str]], int]:
+        """Import the function."""
+        module, _, name = self.function.partition(":")
+        function: Callable[[list[str]], int] = getattr(
+            importlib.import_module(f"plurax.cli.{module}"), name
         )
-        leave(ExitCode.MISTAKE)
+        return function
 
 
-@contextlib.contextmanager
-def _quiet_unless_first() -> Iterator[None]:
-    """Print to nowhere in all processes of a gang but the first; errors go to all their stderr."""
-    if writes_files():
-        yield
-        return
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        yield
+START, TRAIN, RUNS = "Begin", "Train and predict", "Finished and running runs"
+PLANS, HERE = "Plans and machines", "This installation"
+
+COMMANDS = (
+    Command("new FILE", START, "write an experiment that runs, to put your own into",
+            "example_commands:new_command", "example_commands:NewOptions"),
+    Command("examples [NAME]", START, "list the examples, or write one here",
+            "example_commands:examples_command", "example_commands:ExamplesOptions"),
+    Command("train FILE", TRAIN, "train the experiment that FILE defines",
+            "train_command:train_experiment", "options:train_class", gangs=True),
+    Command("predict FILE", TRAIN, "run its trained network over inputs of any number",
+            "predict_command:predict_command", "predict_command:Predict", gangs=True),
+    Command("launch -- ...", TRAIN, "train by several processes, and again after a fault",
+            "launch_command:launch_command", "launch_command:LaunchOptions"),
+    Command("watch RUN", RUNS, "show a run in the terminal while it goes on",
+            "watch_command:watch_command", "watch_command:WatchOptions"),
+    Command("report RUN ...", RUNS,
+            "write runs as one HTML page: curves, sweeps, plans, estimates, events",
+            "report_command:report_command", "report_command:ReportOptions"),
+    Command("replay RUN", RUNS,
+            "repeat a run with parameter servers from its record, and compare",
+            "replay_command:replay_command", "replay_command:ReplayOptions", gangs=True),
+    Command("plan FILE", PLANS, "show what a plan does on a machine, before anything runs",
+            "plan_command:plan_command", "options:Show", gangs=True),
+    Command("estimate FILE", PLANS,
+            "say how long a step takes on a machine, and what it holds and sends",
+            "estimate_command:estimate_command", "estimate_command:EstimateOptions", gangs=True),
+    Command("verify FILE", PLANS, "check that a plan computes what one device computes",
+            "verify_command:verify_command", "verify_command:Verify", gangs=True),
+    Command("machine", PLANS,
+            "print a machine's rates, memory and links: this one's, or published ones",
+            "machine_command:machine_command", "machine_command:MachineOptions", gangs=True),
+    Command("doctor", HERE, "print devices, versions and what is slow, for a bug report",
+            "doctor_command:doctor_command", "doctor_command:DoctorOptions"),
+    Command("completion SHELL", HERE, "print a script with which bash, zsh or fish completes it",
+            "completion_command:completion_command", "completion_command:CompletionOptions"),
+)  # fmt: skip
+"""In the order of the help. A new command is a line here."""
+
+
+def command_named(name: str) -> Command | None:
+    """Return the command of a name, or None."""
+    return next((command for command in COMMANDS if command.name == name), None)
+
+
+def help_text() -> str:
+    """Return the help of `plurax`: the commands in groups."""
+    width = max(len(command.usage) for command in COMMANDS)
+    lines = [f"plurax {__version__}: train neural networks in parallel on JAX"]
+    for group in dict.fromkeys(command.group for command in COMMANDS):
+        lines += ["", f"{group}:"]
+        lines += [
+            f"  plurax {command.usage:<{width}}  {command.help}"
+            for command in COMMANDS
+            if command.group == group
+        ]
+    return "\n".join([*lines, "", FOOT])
+
+
+FOOT = """\
+FILE is a Python file that defines experiment(), which returns plurax.Experiment(...); in its place
+may stand RUN, the folder of a run, which remembers its FILE, options and plan.
+Plan, epochs, batch size, seed and more can be overridden:
+
+  plurax train digits.py --epochs 3 --plan.data 4 --devices 4
+
+plurax COMMAND FILE --help lists the options needed most with the file's own defaults, --help-all
+all of them, and plurax help exit-codes the exit codes.
+"""
+
+
+def exit_codes_text() -> str:
+    """Return the exit codes, each with its meaning and what to do."""
+    lines = ["Exit codes of plurax:", ""]
+    for code, text in MEANINGS.items():
+        lines.append(f"  {code:>3}  {text}")
+        lines += [f"       {ADVICE[code]}"] if code in ADVICE else []
+    return "\n".join([*lines, "", f"Another above 128 is a signal: {meaning(139)} is 139.", ""])

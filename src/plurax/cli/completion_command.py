@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import tyro
 
+from plurax.cli.commands import COMMANDS, Command
 from plurax.cli.parser import option_rules, parse_options
-from plurax.cli.table import COMMANDS, Command
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Annotated
 import tyro
 
 from plurax import errors
+from plurax.cli.commands import COMMANDS
 from plurax.cli.parser import parse_options
-from plurax.cli.table import COMMANDS
 from plurax.distributed.environment import HostPlace, attempt, host_and_port, slurm_place
 from plurax.exit_codes import ExitCode
 from plurax.launch.events import Events

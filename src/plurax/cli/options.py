@@ -13,7 +13,7 @@ from plurax.experiment import Experiment
 from plurax.guards.rollback import Rollback
 from plurax.members import Members
 from plurax.plan import Plan
-from plurax.planner.tensor import SolverName
+from plurax.planner.solvers import SolverName
 from plurax.resample import Everything, Resample, bootstrap, kfold
 from plurax.server.servers import Servers
 from plurax.train.fit import fit

@@ -39,6 +39,15 @@ from plurax.jaxpr.interpret import (
 )
 from plurax.plan import Remat
 
+# To add a policy: a row here; its name in `plan.Remat`, and in words in `plan.REMAT_TEXTS`.
+POLICIES: dict[Remat, Callable[..., Any] | None] = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+}
+"""For each policy, which results of operations are kept for the backward pass; None: all."""
+
 
 def rematerialized(
     fun: Callable[..., PyTree], policy: Remat, *, whole: bool = False
@@ -60,14 +69,10 @@ def rematerialized(
     >>> float(jax.grad(rematerialized(lambda x: jnp.sin(jnp.sin(x)), "full"))(0.0))
     1.0
     """
-    if policy == "none":
+    kept = POLICIES[policy]
+    if kept is None:
         return fun
-    policies = jax.checkpoint_policies
-    save = _real({
-        "dots": policies.dots_saveable,
-        "full": policies.nothing_saveable,
-        "offload": policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
-    }[policy])  # fmt: skip
+    save = _real(kept)
 
     if whole:
         # Forward and backward are in different programs here, so XLA cannot merge them.

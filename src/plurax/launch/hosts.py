@@ -40,7 +40,10 @@ HostEvent = Joined | Received | Lost
 
 
 class Hosts(abc.ABC):
-    """Carries orders to the hosts, and what happens on them back."""
+    """Carries orders to the hosts, and what happens on them back.
+
+    To add a way to reach hosts: a subclass, with which `plurax.launch.launcher.lead` is called.
+    """
 
     @abc.abstractmethod
     def wait(self) -> list[HostEvent]:

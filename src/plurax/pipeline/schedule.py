@@ -230,13 +230,15 @@ def zb_h1(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
     return Schedule("zb-h1", tuple(lines))
 
 
+# To add a schedule: a function here, and its name in `plan.ScheduleName`; a search then tries it.
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
+    "gpipe": gpipe,
     "zb-h1": zb_h1,
 }
-"""The named schedules, functions `(devices, microbatches, chunks) -> Schedule`."""
+"""The named schedules, functions `(devices, microbatches, chunks) -> Schedule`. Of two that are as
+fast, a search takes the first."""
 
 
 def make_schedule(
@@ -261,6 +263,12 @@ def make_schedule(
             f"{sizes.format(devices, microbatches, chunks)}."
         )
     return schedule
+
+
+@functools.cache
+def splits_backward(given: str | tuple[str, ...]) -> bool:
+    """Return whether gradients of weights are actions of their own (W), under any sizes."""
+    return (make_schedule(given, 2, 2) if isinstance(given, str) else Schedule.parse(given)).split
 
 
 @functools.lru_cache(maxsize=32)  # a plan's schedule is asked for several times, and is large

@@ -32,9 +32,11 @@ from plurax.execute.initial_state import new_state
 from plurax.execute.placement import leading_dim
 from plurax.execute.rows import abstract_rows
 from plurax.jaxpr.interpret import all_equations
+from plurax.jaxpr.remat import POLICIES
 from plurax.machine import Machine
+from plurax.pipeline.schedule import SCHEDULES, splits_backward
 from plurax.plan import Plan, Precision, Remat
-from plurax.planner.costs import TimeCosts, reduction_seconds, update_bytes
+from plurax.planner.costs import REDUCTION, TimeCosts, held_bytes, reduction_seconds, update_bytes
 from plurax.planner.graph import Graph, graph_of
 from plurax.planner.lockstep import stage_times
 from plurax.sharding.annotations import Boundary, activation_names, annotations_in
@@ -42,8 +44,8 @@ from plurax.sharding.axes import Axes
 from plurax.state import TrainState
 from plurax.task import Task
 
-REMATS: tuple[Remat, ...] = ("none", "dots", "full")
-SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1")
+# Costs know nothing of copies to the host's memory.
+REMATS: tuple[Remat, ...] = tuple(policy for policy in POLICIES if policy != "offload")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,14 +224,14 @@ def _every_sizes(
         rows = model.batch_size // data
         for microbatches, zero, remat, schedule in itertools.product(
             choices("microbatches", _microbatches(rows, pipeline)),
-            choices("zero", (0, 1, 2, 3) if data > 1 else (0,)),
+            choices("zero", tuple(REDUCTION) if data > 1 else (0,)),
             choices("remat", tuple(model.totals)),
-            choices("schedule", SCHEDULES if pipeline > 1 else ("1f1b",)),
+            choices("schedule", tuple(SCHEDULES) if pipeline > 1 else ("1f1b",)),
         ):
             stages = pinned.stages or pipeline * (2 if schedule == "interleaved" else 1)
             if stages > model.layers or stages % pipeline:
                 continue
-            if schedule == "zb-h1" and remat != "none" and "schedule" not in fields:
+            if remat != "none" and "schedule" not in fields and splits_backward(schedule):
                 continue  # both gradients would compute the forward pass again
             yield Sizes(
                 data, pipeline, tensor, microbatches, zero, remat, schedule, stages // pipeline
@@ -272,7 +274,6 @@ def _microbatches(rows: int, pipeline: int) -> list[int]:
 def _bounds(model: Model, machine: Machine, sizes: Sizes, members: int) -> tuple[float, float]:
     """Return the least seconds of a step, and the least bytes on one device."""
     data, zero, shards = sizes.data, sizes.zero, sizes.tensor * sizes.pipeline
-    split = [data if zero >= stage else 1 for stage in (3, 2, 1)]
     totals = model.totals[sizes.remat]
     seconds = totals.seconds / (data * shards)
     seconds += machine.start_seconds * totals.products * sizes.microbatches / sizes.pipeline
@@ -294,8 +295,7 @@ def _bounds(model: Model, machine: Machine, sizes: Sizes, members: int) -> tuple
     kept = totals.kept / data / sizes.microbatches / shards
     filled = sizes.schedule != "gpipe"
     kept *= min(sizes.pipeline, sizes.microbatches) if filled else sizes.microbatches
-    memory = own * (1 / split[0] + 1 / split[1]) + model.optimizer / shards / split[2]
-    return seconds, memory + kept
+    return seconds, held_bytes(own, model.optimizer / shards, data, zero) + kept
 
 
 def _waiting(sizes: Sizes, totals: StepTotals, layers: int) -> float:

@@ -204,7 +204,7 @@ def reduction_seconds(
     `gathered`, the bytes of a parameter as ZeRO-3 gathers it by its own.
     """
     seconds = 0.0
-    for kind, count in _REDUCTION[zero].items():
+    for kind, count in REDUCTION[zero].items():
         repeated = count * (microbatches if kind in _PER_MICROBATCH[zero] else 1)
         sent = size * (data - 1) / data * (2 if kind == "all-reduce" else 1)
         if zero == 3 and kind == "all-gather":
@@ -215,13 +215,14 @@ def reduction_seconds(
     return seconds
 
 
-_REDUCTION: dict[int, dict[str, int]] = {
+# To add a level: a row in both tables, and what it splits in `update_bytes` and `held_bytes`.
+REDUCTION: dict[int, dict[str, int]] = {
     0: {"all-reduce": 1},
     1: {"reduce-scatter": 1, "all-gather": 1},
     2: {"reduce-scatter": 1, "all-gather": 1},
     3: {"reduce-scatter": 1, "all-gather": 2},
 }
-"""For each ZeRO stage, the collectives over `data` of a parameter, and how many."""
+"""For each ZeRO level, the collectives over `data` of a parameter, and how many."""
 
 _PER_MICROBATCH: dict[int, frozenset[str]] = {
     0: frozenset(),
@@ -259,7 +260,15 @@ def parameter_bytes(
     state_ratios: Mapping[str, float],
 ) -> float:
     """Return the bytes of a parameter, its gradient and its optimizer state on one device."""
-    split = [plan.data if plan.zero >= stage else 1 for stage in (3, 2, 1)]
-    copies = 1 / split[0] + 1 / split[1] + state_ratios.get(path, 0.0) / split[2]
     tensor = graph.parameters[path]
-    return copies * sharding.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
+    size = sharding.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
+    return held_bytes(size, size * state_ratios.get(path, 0.0), plan.data, plan.zero)
+
+
+def held_bytes(params: float, state: float, data: int, zero: int) -> float:
+    """Return the bytes of parameters, their gradients and their optimizer state on one device.
+
+    **Arguments:** `params` and `state`, the bytes of each on one device without ZeRO.
+    """
+    split = [data if zero >= level else 1 for level in (3, 2, 1)]
+    return params / split[0] + params / split[1] + state / split[2]

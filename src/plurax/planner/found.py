@@ -8,7 +8,7 @@ from plurax.analysis.estimate import Estimate, human_seconds
 from plurax.machine import Machine
 from plurax.notebook import html_table
 from plurax.plan import Plan
-from plurax.planner.tensor import TensorSearch
+from plurax.planner.tensor_search import TensorSearch
 from plurax.tree import human_bytes
 
 

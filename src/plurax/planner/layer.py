@@ -37,7 +37,7 @@ from plurax.planner.equal_layers import classes_of
 from plurax.planner.fewest import enclosing, source_line
 from plurax.planner.graph import Graph, GraphValue, Use
 from plurax.planner.shard_strategies import ShardStrategy, Tensor
-from plurax.planner.tensor import Sharded
+from plurax.planner.tensor_search import Sharded
 from plurax.sharding.spec import TensorSharding
 
 Sent = tuple[tuple[str, float], ...]

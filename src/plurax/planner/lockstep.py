@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from plurax.pipeline.schedule import KINDS, live_activations, make_schedule
+from plurax.pipeline.schedule import KINDS, live_activations, make_schedule, splits_backward
 from plurax.pipeline.stages import even_layers
 from plurax.planner.profile import Share
 
@@ -55,7 +55,7 @@ def tick_counts(
 
 
 def stage_times(
-    schedule: str | Sequence[str],
+    schedule: str | tuple[str, ...],
     pipeline: int,
     microbatches: int,
     virtual_stages: int,
@@ -66,8 +66,8 @@ def stage_times(
     `forward` is the share of the forward in a stage's seconds.
     """
     only, others = tick_counts(schedule, pipeline, microbatches, virtual_stages)
-    # The gradients of inputs and those of weights are actions of their own under ZB-H1.
-    back = (1 - forward) / (2 if schedule == "zb-h1" else 1)
+    # The gradients of inputs and those of weights are taken to be as long.
+    back = (1 - forward) / (2 if splits_backward(schedule) else 1)
     return only * forward + others * max(forward, back)
 
 
@@ -95,9 +95,10 @@ def _steady_ticks(
 ) -> tuple[_Ticks, _Ticks, int]:
     """Return the ticks of some microbatches, and those that so many more add.
 
-    A pipeline is full with as many microbatches as it has stages.
+    A pipeline is full with as many microbatches as it has stages, and repeats its ticks after so
+    many more at the latest, as one does that takes microbatches in groups.
     """
-    more = pipeline if schedule == "interleaved" else 1
+    more = pipeline
     ticks = _ticks_of(schedule, pipeline, microbatches, virtual_stages)
     longer = _ticks_of(schedule, pipeline, microbatches + more, virtual_stages)
     return ticks, longer - ticks, more
@@ -171,7 +172,8 @@ class StagedModel:
     def stages(self, layers: Sequence[int]) -> Stages:
         """Return the stages with these layers."""
         forward, backward = self._times(layers, "forward"), self._times(layers, "backward")
-        halves = (backward / 2, backward / 2) if self._split else (backward, 0 * backward)
+        split = splits_backward(self.schedule)
+        halves = (backward / 2, backward / 2) if split else (backward, 0 * backward)
         # Of each device: idle, then the actions of each kind and chunk.
         takes = [np.zeros((self.pipeline, 1)), forward, *halves]
         what, counts = tick_table(
@@ -190,12 +192,6 @@ class StagedModel:
             most * self.layers.kept / self.depth + ends,
             max(layers) * self.virtual_stages,
         )
-
-    @property
-    def _split(self) -> bool:
-        """Whether gradients of weights are actions of their own."""
-        by_hand = not isinstance(self.schedule, str) and "W" in "".join(self.schedule)
-        return self.schedule == "zb-h1" or by_hand
 
     def _times(self, given: Sequence[int], way: str) -> Float[np.ndarray, "devices virtual_stages"]:
         """Return the seconds of each stage for one microbatch, `forward` or `backward`."""

@@ -2,9 +2,9 @@
 
 Three steps, each dearer and nearer to the truth than the one before:
 
-    every candidate       bounds by a few additions (`candidates.py`)         microseconds each
-    promising ones        computed from a solution they share (`tensor.py`)   a second a solution
-    the best few          traced and estimated (`analysis/estimate.py`)       about a second each
+    every candidate     bounds by a few additions (`candidates.py`)          microseconds each
+    promising ones      from a solution that they share (`tensor_search.py`)  a second a solution
+    the best few        traced and estimated (`analysis/estimate.py`)        about a second each
 
 Candidates wait in a queue in the order of the least seconds that they can take. The first one is
 looked at more closely and put back; an estimated plan that comes first is ranked, since nothing
@@ -51,7 +51,8 @@ from plurax.planner.candidates import (
 )
 from plurax.planner.costs import TimeCosts, state_ratios
 from plurax.planner.found import Found, Ranked
-from plurax.planner.tensor import SolverName, TensorSearch
+from plurax.planner.solvers import SolverName
+from plurax.planner.tensor_search import TensorSearch
 from plurax.sharding.rules import Rules
 from plurax.task import Task
 from plurax.validate import bytes_of, changed_fields, check_choice, check_number, check_whole

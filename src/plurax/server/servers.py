@@ -10,7 +10,8 @@ from plurax.validate import whole_number
 Mode = Literal["sync", "bounded", "async"]
 Correction = Literal["scale", "delay"]
 Where = Literal["ray", "threads"]
-
+IN_PROCESS: tuple[Where, ...] = ("threads",)
+"""Transports within this process: memory is shared, and there is no address."""
 
 MAX_PROCESSES = 10_000
 """The most workers, or servers, of a run."""
@@ -112,7 +113,7 @@ class Servers:
             raise errors.PlanError(
                 f"Servers(lease={self.lease!r}): a lease is a positive number of seconds."
             )
-        if self.address is not None and self.transport != "ray":
+        if self.address is not None and self.transport in IN_PROCESS:
             raise errors.PlanError(
                 f"Servers(transport={self.transport!r}, address={self.address!r}): only "
                 "transport='ray' has an address."

@@ -23,6 +23,7 @@ from plurax.server.compression import decode, get_codec
 from plurax.server.corrections import delay, scale
 from plurax.server.messages import Content, Header, Pulled, Reason, Reply, Snapshot
 from plurax.server.run_spec import RunSpec
+from plurax.server.servers import IN_PROCESS
 from plurax.server.shard_layout import Vectors, all_finite, from_host, to_bytes, to_host
 from plurax.state import TrainState
 
@@ -64,7 +65,7 @@ class Shard(abc.ABC):
         first = self.update.params.start
         held = {index - first: self.leaves[index] for index in self._params}
         content = tuple(map(to_bytes, self.spec.layout.join(self.index, held)))
-        if self.spec.servers.transport == "threads":
+        if self.spec.servers.transport in IN_PROCESS:
             # Who shares our memory would see the next update in it.
             content = tuple(part.copy() for part in content)
         model_state = {i: to_host(self.leaves[i]) for i in self.update.model_state}

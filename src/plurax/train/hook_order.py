@@ -12,7 +12,8 @@
     rollback        judges the steps that are logged; of a run that goes back, the log is cut first
     saving          the last: no checkpoint is ahead of what those before it have written
 
-No hook knows another's place: what one needs of another it is given.
+No hook knows another's place: what one needs of another it is given. To add a hook: a line here
+that says why it has its place, and its place in the list of `ordered_hooks`.
 """
 
 from collections.abc import Callable, Sequence

@@ -18,6 +18,7 @@ from plurax.partition.operators import (
 from plurax.partition.operators.common import Rule
 from plurax.partition.operators.common import by_default as by_default
 
+# To add an operator: a function here that returns a `Decision`, and its primitive in this table.
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise.elementwise),
     **dict.fromkeys(REDUCTIONS, elementwise.reduction),

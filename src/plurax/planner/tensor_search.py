@@ -17,7 +17,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
 
 import jax
 from jaxtyping import PyTree
@@ -30,8 +29,7 @@ from plurax.machine import Machine
 from plurax.partition.pins import check
 from plurax.pipeline.stages import even_layers
 from plurax.plan import Plan
-from plurax.planner import exact, propagate, recursive
-from plurax.planner.costs import Costs, parameter_bytes, reduction_seconds
+from plurax.planner.costs import Costs, held_bytes, parameter_bytes, reduction_seconds
 from plurax.planner.fewest import (
     Walk,
     fewest_strategies,
@@ -43,15 +41,12 @@ from plurax.planner.lockstep import StagedModel, Stages, fastest_stages
 from plurax.planner.problem import Pins, Problem, Solution, Within
 from plurax.planner.profile import SolutionProfile, profile_of
 from plurax.planner.shard_strategies import ShardStrategy
+from plurax.planner.solvers import SOLVERS, SolverName
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import Strategy, axes_of
 from plurax.task import Task
 from plurax.trace.clock import rates_of_stages
-
-SolverName = Literal["exact", "recursive", "propagate"]
-
-SOLVERS = {"exact": exact.solve, "recursive": recursive.solve, "propagate": propagate.solve}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +154,7 @@ class TensorSearch:
         self._machine, self._memory = machine, memory
         self._ratios = ratios or {}
         self._task, self._batch, self._costs = task, batch, costs
-        self._solve: Callable[..., Solution] = SOLVERS[solver]
+        self._solve = SOLVERS[solver]
         self._batch_size = leading_dim(batch)
         self._depth = task.stack.depth if task.stack else 0
         self._found: dict[tuple[int, str, bool], list[Sharded]] = {}
@@ -357,9 +352,8 @@ class TensorSearch:
 
         Otherwise the solver may split rows instead, which is data parallelism over `tensor`.
         """
-        split = [plan.data if plan.zero >= stage else 1 for stage in (3, 2, 1)]
         whole = sum(
-            size * (1 / split[0] + 1 / split[1] + self._ratios.get(path, 0.0) / split[2])
+            held_bytes(size, size * self._ratios.get(path, 0.0), plan.data, plan.zero)
             for path, size in self._sizes.items()
         )
         return plan.tensor > 1 and whole / plan.pipeline > 0.5 * self._memory
