@@ -335,7 +335,9 @@ def test_a_gpu_writes_a_mask_once_before_a_loop():
     assert round((written[1] - written[0]) / (K * K), 2) == 1
 
 
-def test_a_machine_may_have_every_platform_with_rules():
+def test_a_platform_without_rules_is_not_taken_for_a_cpu():
     for platform in COMPILERS:
         machine = dataclasses.replace(px.Machine.preset("V100-32GB"), platform=platform)
         assert rules_of(machine.platform) is COMPILERS[platform]
+    with pytest.raises(px.errors.MachineError, match="nothing is known of the memory that XLA's"):
+        rules_of("metal")
