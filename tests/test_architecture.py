@@ -321,6 +321,51 @@ def test_files_and_functions_stay_small(path):
             assert size <= (110 if node.name == "fit" else 60), f"{node.name} has {size} lines"
 
 
+FILLERS = {"one", "found", "given", "made", "that", "it", "thing"}
+ARGUMENTS = {"draw_layer.found", "draw_search.found", "make_schedule.given"}  # of public functions
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+SCOPES = (ast.FunctionDef, ast.Lambda, *COMPREHENSIONS)
+
+
+def within(scope):
+    """The nodes of a function or a comprehension, without what is inside another one in it."""
+    for child in ast.iter_child_nodes(scope):
+        yield child
+        if not isinstance(child, SCOPES):
+            yield from within(child)
+
+
+def bound(scope):
+    """The fillers that a function or a comprehension binds: its arguments, and what it assigns."""
+    targets = [node for node in within(scope) if isinstance(getattr(node, "ctx", None), ast.Store)]
+    names = {node.id for node in targets if isinstance(node, ast.Name)}
+    return FILLERS & (names | {node.arg for node in within(scope) if isinstance(node, ast.arg)})
+
+
+def lines_of(name, node):
+    """The lines in which a name is bound or read."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, SCOPES) and name in bound(child)):
+            if name in (getattr(child, "id", None), isinstance(child, ast.arg) and child.arg):
+                yield child.lineno
+            yield from lines_of(name, child)
+
+
+def test_names_say_what_they_are():
+    """A name that says nothing is read within three lines of where it is bound, no later."""
+    lasting = set()
+    for path in FILES:
+        scopes = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, SCOPES)
+        ]
+        for scope in scopes:
+            for name in bound(scope):
+                lines = [*lines_of(name, scope)]
+                if max(lines) - min(lines) > 3:
+                    lasting.add(f"{getattr(scope, 'name', path.stem)}.{name}")
+    assert lasting == ARGUMENTS
+
+
 def run(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.split()

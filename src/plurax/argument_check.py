@@ -93,7 +93,7 @@ def _explanation(
     """Return our error for the first argument that is not what its annotation says, or None."""
     signature = inspect.signature(function)
     try:
-        given = signature.bind(*args, **kwargs).arguments
+        arguments = signature.bind(*args, **kwargs).arguments
     except TypeError as missing:
         known = [name for name in signature.parameters if name != "self"]
         unknown = [name for name in kwargs if name not in known]
@@ -107,30 +107,30 @@ def _explanation(
     except NameError:  # a forward reference to what is imported for type checkers only
         annotated = function.__annotations__.items()
         hints = {name: hint for name, hint in annotated if not isinstance(hint, str)}
-    for name, value in given.items():
+    for name, value in arguments.items():
         kind = signature.parameters[name].kind
         values = {name: value}
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            values = {f"{name}[{index}]": one for index, one in enumerate(value)}
+            values = {f"{name}[{index}]": entry for index, entry in enumerate(value)}
         elif kind is inspect.Parameter.VAR_KEYWORD:
             values = value
-        for shown, one in values.items():
+        for shown, entry in values.items():
             hint = hints.get(name, Any)
-            if not fits(one, hint):
-                return errors.argument_misfits(public, shown, text(one), hint_text(hint))
-            if name != "self" and not _is_printable(one):
-                return errors.argument_misfits(public, shown, text(one), "a value of usual size")
-            if isinstance(one, str) and one != one.encode(errors="ignore").decode():
+            if not fits(entry, hint):
+                return errors.argument_misfits(public, shown, text(entry), hint_text(hint))
+            if name != "self" and not _is_printable(entry):
+                return errors.argument_misfits(public, shown, text(entry), "a value of usual size")
+            if isinstance(entry, str) and entry != entry.encode(errors="ignore").decode():
                 half = "a text of whole characters, which UTF-8 can hold"
-                return errors.argument_misfits(public, shown, text(one), half)
-            if isinstance(error, OSError) and _names(one, error):
+                return errors.argument_misfits(public, shown, text(entry), half)
+            if isinstance(error, OSError) and _names(entry, error):
                 return errors.ArgumentError(
-                    f"{public}({shown}={text(one)}): {error.strerror}. Give another path."
+                    f"{public}({shown}={text(entry)}): {error.strerror}. Give another path."
                 )
-            if isinstance(error, OverflowError | MemoryError) and _is_large(one):
+            if isinstance(error, OverflowError | MemoryError) and _is_large(entry):
                 return errors.ArgumentError(
-                    f"{public}({shown}={text(one)}): {shown} counts what has to fit in memory, and "
-                    "must be a whole number of at least 0 that does."
+                    f"{public}({shown}={text(entry)}): {shown} counts what has to fit in memory, "
+                    "and must be a whole number of at least 0 that does."
                 )
     return None
 

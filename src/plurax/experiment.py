@@ -92,20 +92,20 @@ def load(path: str | Path) -> tuple[Callable[..., Experiment], Report | None]:
 
     def checked(**arguments: Any) -> Experiment:
         try:
-            made = function(**arguments)
+            experiment = function(**arguments)
         except SystemExit as error:
             raise errors.experiment_exits(str(path), describe_error(error)) from None
-        if not isinstance(made, Experiment):
+        if not isinstance(experiment, Experiment):
             raise errors.ExperimentError(
-                f"{path}: experiment() returned {type(made).__name__}; it must return "
+                f"{path}: experiment() returned {type(experiment).__name__}; it must return "
                 "plurax.Experiment(...)."
             )
         # The options of the command line are made of these two.
-        if not isinstance(made.plan, Plan):
-            raise errors.plan_is_none(made.plan)
-        if not isinstance(made.members, Members | None):
-            raise errors.members_are_none(made.members)
-        return made
+        if not isinstance(experiment.plan, Plan):
+            raise errors.plan_is_none(experiment.plan)
+        if not isinstance(experiment.members, Members | None):
+            raise errors.members_are_none(experiment.members)
+        return experiment
 
     try:
         # Annotations may be strings, which mean something in the file alone.

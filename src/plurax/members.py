@@ -293,18 +293,18 @@ class Members:
         ]
 
 
-def _kept_seeds(given: Any) -> int | Sequence[int] | None:
+def _kept_seeds(seeds: Any) -> int | Sequence[int] | None:
     """Return the number of members, or their seeds, as a tuple if they could be read only once."""
-    count = whole_number(given, 0)
-    if given is None or count is not None:
+    count = whole_number(seeds, 0)
+    if seeds is None or count is not None:
         return count
-    listed = isinstance(given, Iterable) and getattr(given, "ndim", 1) > 0
-    if not listed or isinstance(given, str | bytes):
+    listed = isinstance(seeds, Iterable) and getattr(seeds, "ndim", 1) > 0
+    if not listed or isinstance(seeds, str | bytes):
         raise errors.MembersError(
-            f"Members(seeds={given!r}): give a number of members, a whole number ≥ 1, or a list of "
+            f"Members(seeds={seeds!r}): give a number of members, a whole number ≥ 1, or a list of "
             "their seeds."
         )
-    return given if isinstance(given, Sequence) else tuple(given)
+    return seeds if isinstance(seeds, Sequence) else tuple(seeds)
 
 
 def _is_list(values: Any) -> bool:

@@ -396,18 +396,18 @@ REMAT_TEXTS: Mapping[Remat, str] = {
 }
 
 
-def _rules(given: Any) -> Shardings:
+def _rules(shardings: Any) -> Shardings:
     """Return rules as a tuple of pairs, the first of equal patterns, which counts.
 
     Raises `PlanError` for other values.
     """
-    pairs = given.items() if isinstance(given, Mapping) else given
+    pairs = shardings.items() if isinstance(shardings, Mapping) else shardings
     if not isinstance(pairs, Iterable) or isinstance(pairs, str | bytes):
-        raise errors.plan_shardings_not_rules(given)
+        raise errors.plan_shardings_not_rules(shardings)
     rules: dict[str, tuple[Any, ...]] = {}
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise errors.plan_shardings_not_rules(given)
+            raise errors.plan_shardings_not_rules(shardings)
         pattern, entries = pair
         if isinstance(entries, str) or not isinstance(entries, Sequence):
             raise errors.PlanError(
@@ -441,24 +441,24 @@ _ENTRIES = {REPLICATED: None, "...": ...}
 """The TOML spelling of entries that TOML has no value for."""
 
 
-def _schedule(given: Any) -> ScheduleName | tuple[str, ...]:
+def _schedule(schedule: Any) -> ScheduleName | tuple[str, ...]:
     """Return the name of a schedule, or its lines. Raises `PlanError`.
 
     Whether the lines can run depends on the microbatches and is checked later. A line that is not a
     list of actions is probably a misspelled name, which the command line passes as a list of one.
     """
     names: tuple[ScheduleName, ...] = get_args(ScheduleName)
-    lines = (given,) if isinstance(given, str) else given
+    lines = (schedule,) if isinstance(schedule, str) else schedule
     if not isinstance(lines, Sequence) or not all(isinstance(line, str) for line in lines):
-        raise errors.plan_schedule_unknown(given, names)
+        raise errors.plan_schedule_unknown(schedule, names)
     for name in names:
         if tuple(lines) == (name,):
             return name
     for line in lines:
         if not line.split() or not all(map(_WORK.fullmatch, line.split())):
             raise errors.plan_schedule_unknown(line, names)
-    if isinstance(given, str) or not lines:
-        raise errors.plan_schedule_unknown(given, names)
+    if isinstance(schedule, str) or not lines:
+        raise errors.plan_schedule_unknown(schedule, names)
     return tuple(lines)
 
 
@@ -466,15 +466,15 @@ _WORK = re.compile(r"[A-Za-z]\d+(\.\d+)?")
 """Matches an action, `F0` or `B3.1`; the schedule knows which letters exist."""
 
 
-def _layers(given: Any, stages: int) -> tuple[int, ...]:
+def _layers(value: Any, stages: int) -> tuple[int, ...]:
     """Return the numbers of layers of all stages. Raises `PlanError` for other values."""
     # An array of NumPy is no `Sequence`.
-    listed = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
-    counts = [whole_number(one) for one in given] if listed else [None]
+    listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    counts = [whole_number(one) for one in value] if listed else [None]
     layers = tuple(count for count in counts if count is not None)
     if len(layers) < len(counts):
         raise errors.PlanError(
-            f"Plan(layers={given!r}): give the number of layers of each stage, at least 1, in the "
+            f"Plan(layers={value!r}): give the number of layers of each stage, at least 1, in the "
             "order of the stages: layers=(2, 3, 3, 2)."
         )
     if len(layers) != stages:

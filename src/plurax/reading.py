@@ -77,13 +77,13 @@ def _checked(value: Any) -> Any:
     """Return a parsed value that every function here can print. Raises `ValueError`."""
     left = [(value, 0)]
     while left:
-        one, depth = left.pop()
+        nested, depth = left.pop()
         if depth > MAX_DEPTH:
             raise ValueError("it is nested too deeply")
-        if isinstance(one, int) and not -MAX_NUMBER <= one < 2 * MAX_NUMBER:
+        if isinstance(nested, int) and not -MAX_NUMBER <= nested < 2 * MAX_NUMBER:
             raise ValueError("it has a whole number of more than 64 bits")
-        if isinstance(one, Mapping):
-            left += [(each, depth + 1) for each in one.values()]
-        elif isinstance(one, list):
-            left += [(each, depth + 1) for each in one]
+        if isinstance(nested, Mapping):
+            left += [(each, depth + 1) for each in nested.values()]
+        elif isinstance(nested, list):
+            left += [(each, depth + 1) for each in nested]
     return value

@@ -73,13 +73,13 @@ def kill_group(group: int) -> set[int]:
     and its reader is mapped by nobody. So it alone is left, to do its work and end by itself. What
     a worker had just created and not yet registered when it was killed, nobody knows.
     """
-    found: set[int] = set()
-    while new := {*_members(group)} - found:  # a process may have started another one meanwhile
-        found |= new
+    killed: set[int] = set()
+    while new := {*_members(group)} - killed:  # a process may have started another one meanwhile
+        killed |= new
         for pid in new:
             if pid == group or not _is_tracker(pid):
                 _send(os.kill, pid)
-    return found
+    return killed
 
 
 def end_group(group: int, pids: set[int], until: float) -> None:
@@ -124,12 +124,12 @@ def reap(lines: TextIO, seconds: float) -> None:
 
 def _kill_marked(variable: bytes) -> set[int]:
     """Send SIGKILL to the processes that have `NAME=value` in their environment; return them."""
-    found: set[int] = set()
-    while new := {*_marked(variable)} - found:  # a process may have started another one meanwhile
-        found |= new
+    killed: set[int] = set()
+    while new := {*_marked(variable)} - killed:  # a process may have started another one meanwhile
+        killed |= new
         for pid in new:
             _send(os.kill, pid)
-    return found
+    return killed
 
 
 def _marked(variable: bytes) -> Iterator[int]:

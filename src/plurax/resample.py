@@ -251,13 +251,13 @@ class Subsample:
         return np.setdiff1d(np.arange(count), draws(self, count, seed, member))
 
 
-def _size(given: Any) -> float | None:
+def _size(value: Any) -> float | None:
     """Return a whole number of rows or a fraction below 1; None for others, such as 1.0 and 2.5."""
-    rows = whole_number(given)
-    if rows is not None or isinstance(given, str | bytes | bool):
+    rows = whole_number(value)
+    if rows is not None or isinstance(value, str | bytes | bool):
         return rows
     try:
-        share = float(given)
+        share = float(value)
     except (TypeError, ValueError):
         return None
     return share if 0 < share < 1 else None

@@ -105,25 +105,25 @@ class Strategies:
     equations: tuple[Strategy, ...]
 
     def __post_init__(self) -> None:
-        given = self.equations
-        if not isinstance(self.traced, str) or not isinstance(given, Sequence):
-            raise errors.strategies_not_a_table(given)
+        value = self.equations
+        if not isinstance(self.traced, str) or not isinstance(value, Sequence):
+            raise errors.strategies_not_a_table(value)
         try:
-            made = [Strategy(**one) if isinstance(one, Mapping) else one for one in given]
+            equations = [Strategy(**one) if isinstance(one, Mapping) else one for one in value]
         except TypeError:
-            raise errors.strategies_not_a_table(given) from None
-        if not all(isinstance(one, Strategy) for one in made):
-            raise errors.strategies_not_a_table(given)
-        object.__setattr__(self, "equations", tuple(made))
+            raise errors.strategies_not_a_table(value) from None
+        if not all(isinstance(one, Strategy) for one in equations):
+            raise errors.strategies_not_a_table(value)
+        object.__setattr__(self, "equations", tuple(equations))
 
     @classmethod
-    def of(cls, given: Any) -> "Strategies":
+    def of(cls, value: Any) -> "Strategies":
         """Return strategies, or those of a table read from TOML. Raises `PlanError`."""
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping) or set(given) != {"traced", "equations"}:
-            raise errors.strategies_not_a_table(given)
-        return cls(**given)
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping) or set(value) != {"traced", "equations"}:
+            raise errors.strategies_not_a_table(value)
+        return cls(**value)
 
     def table(self) -> dict[str, Any]:
         """Return them as a table of TOML, which `of` takes."""
@@ -199,15 +199,15 @@ def _names(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _entries(equation: str, given: Any) -> Entries:
+def _entries(equation: str, listed: Any) -> Entries:
     """Return the entries of one operand. Raises `PlanError` for other values."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        raise errors.strategy_wrong_entries(equation, given)
+    if isinstance(listed, str) or not isinstance(listed, Sequence):
+        raise errors.strategy_wrong_entries(equation, listed)
     entries = []
-    for entry in given:
+    for entry in listed:
         several = isinstance(entry, list | tuple)
         for name in entry if several else (entry,):
             if name is not None and not isinstance(name, str):
-                raise errors.strategy_wrong_entries(equation, given)
+                raise errors.strategy_wrong_entries(equation, listed)
         entries.append(tuple(entry) if several else None if entry == REPLICATED else entry)
     return tuple(entries)

@@ -68,7 +68,7 @@ def check_number(function: str, name: str, value: object, least: float = -math.i
         raise errors.argument_misfits(function, name, text(value), expected)
 
 
-def bytes_of(given: object) -> int:
+def bytes_of(value: object) -> int:
     """Return a number of bytes, as `40e9` or as a command line has it, `"40GB"`.
 
     Raises `ArgumentError` for what is no number above 0.
@@ -76,14 +76,14 @@ def bytes_of(given: object) -> int:
     >>> bytes_of("40GB"), bytes_of(4e10)
     (40000000000, 40000000000)
     """
-    count = given
-    if isinstance(given, str):
-        read = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d\d?)?) *([kMGT]?)B?", given)
+    count = value
+    if isinstance(value, str):
+        read = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d\d?)?) *([kMGT]?)B?", value)
         count = float(read[1]) * 1000 ** " kMGT".index(read[2] or " ") if read else None
     number = isinstance(count, numbers.Real) and not isinstance(count, bool)
     if not number or not 0 < count < MAX_NUMBER:  # type: ignore[operator]
         raise errors.ArgumentError(
-            f"memory={text(given)} is no number of bytes above 0: write 40GB, 512MB or 4e10, and "
+            f"memory={text(value)} is no number of bytes above 0: write 40GB, 512MB or 4e10, and "
             "in Python '40GB' or 40e9."
         )
     return int(count)  # type: ignore[call-overload]
@@ -118,24 +118,24 @@ def check_seed(seed: object) -> int:
     return number
 
 
-def local_path(given: str | os.PathLike[str]) -> Path:
+def local_path(path: str | os.PathLike[str]) -> Path:
     """A path of this machine's file system. Raises `CheckpointError` for a URL like `gs://...`, and
     for a name that no file can have.
 
     As a local path, `gs://bucket/run` would be the folder `gs:` in the current directory.
     """
-    if match := re.match(r"([a-z][a-z0-9+.-]+):/", os.fspath(given)):
+    if match := re.match(r"([a-z][a-z0-9+.-]+):/", os.fspath(path)):
         raise errors.CheckpointError(
-            f"{os.fspath(given)}: plurax writes to the file system of this machine, and "
+            f"{os.fspath(path)}: plurax writes to the file system of this machine, and "
             f"{match.group(1)}:// is another. Mount the bucket and give the path where it is "
             "mounted, or write to a folder and copy it."
         )
-    if given and not is_path(given):
+    if path and not is_path(path):
         raise errors.CheckpointError(
-            f"{text(os.fspath(given))} is no path: each name in it has at most 255 bytes, none of "
+            f"{text(os.fspath(path))} is no path: each name in it has at most 255 bytes, none of "
             "them NUL."
         )
-    return Path(given)
+    return Path(path)
 
 
 def check_takes(what: str, function: Any, arguments: str) -> None:
@@ -167,12 +167,12 @@ def without_axes(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args)
         except NameError as error:
-            found = re.search(r"unbound axis name: (\S+?)\.?(\s|$)", str(error))
-            if found is None:
+            match = re.search(r"unbound axis name: (\S+?)\.?(\s|$)", str(error))
+            if match is None:
                 raise
             raise errors.TaskError(
                 f"a function of the task{place_of(function)} communicates over an axis "
-                f"{found[1]!r}, as functions for jax.pmap do. plurax does every sum over devices, "
+                f"{match[1]!r}, as functions for jax.pmap do. plurax does every sum over devices, "
                 "and a coupled loss sees the examples of all of them: leave out jax.lax.pmean, "
                 "psum and the like, and axis_name in batch norm."
             ) from error

@@ -295,27 +295,27 @@ def _of_rows(values: Any) -> Float[Array, "B"]:
     return jnp.mean(values, axis=tuple(range(1, jnp.ndim(values))))
 
 
-def _metrics(given: Sequence[str | Call]) -> dict[str, Call]:
+def _metrics(metrics: Sequence[str | Call]) -> dict[str, Call]:
     """The functions of metrics as `model.compile` takes them, by name.
 
     Raises `TaskError` for one that is no mean of a value per example.
     """
-    found: dict[str, Call] = {}
-    for one in [given] if isinstance(given, str) else given:
-        function: Any = one
-        if isinstance(one, str):
-            name = _SHORT.get(one, one)
+    functions: dict[str, Call] = {}
+    for metric in [metrics] if isinstance(metrics, str) else metrics:
+        function: Any = metric
+        if isinstance(metric, str):
+            name = _SHORT.get(metric, metric)
             function = _accuracy if name == "accuracy" else getattr(keras.metrics, name, None)
         if isinstance(function, type) or not inspect.isroutine(function):
-            shown = one if isinstance(one, str) else type(one).__name__
+            shown = metric if isinstance(metric, str) else type(metric).__name__
             raise errors.TaskError(
                 f"keras.task(metrics=[...]) got {shown!r}, which is no function of one value "
                 'per example: plurax averages "accuracy", functions in keras.metrics such as '
                 '"sparse_top_k_categorical_accuracy", and f(y, outputs) of your own. For what is '
                 'no mean write metrics=lambda model, batch: {"auc": plurax.metrics.auc(...)}.'
             )
-        found[one if isinstance(one, str) else function.__name__] = function
-    return found
+        functions[metric if isinstance(metric, str) else function.__name__] = function
+    return functions
 
 
 def _accuracy(y: Any, outputs: Any) -> Any:

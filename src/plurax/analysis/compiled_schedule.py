@@ -164,59 +164,63 @@ class _ScheduleWalk:
         place = place.of(instructions)
         chains = {
             chain.id: index
-            for index, one in enumerate(instructions)
-            if (chain := chain_of(one, self._module))
+            for index, instruction in enumerate(instructions)
+            if (chain := chain_of(instruction, self._module))
         }
         time, link, pending = _Time(), 0.0, dict[str, _Pending]()
-        for index, one in enumerate(instructions):
-            here = place.at(one)
-            chain = chain_of(one, self._module)
-            if one.opcode == "while":
-                trips = self._module.trips(one)
-                body = one.attribute(r"body=%?([\w.\-]+)") or ""
-                inner = here.inside(one, trips, 1)
+        for index, instruction in enumerate(instructions):
+            here = place.at(instruction)
+            chain = chain_of(instruction, self._module)
+            if instruction.opcode == "while":
+                trips = self._module.trips(instruction)
+                body = instruction.attribute(r"body=%?([\w.\-]+)") or ""
+                inner = here.inside(instruction, trips, 1)
                 count = 1 if trips is None else trips
                 time.add(self.computation(body, inner, times * count), count)
-            elif one.opcode == "conditional":
-                branches = [self.computation(b, here.branch(), times) for b in one.called()]
+            elif instruction.opcode == "conditional":
+                branches = [self.computation(b, here.branch(), times) for b in instruction.called()]
                 time.add(max(branches, key=lambda branch: branch.total, default=_Time()))
-            elif one.opcode == "call":
-                for called in one.called():
+            elif instruction.opcode == "call":
+                for called in instruction.called():
                     time.add(self.computation(called, here, times))
             elif chain is not None:
                 if chain.id not in pending:
-                    link = self._start(chain.part, one, (), here, times, time, link, pending)
-                    pending[chain.id] = pending.pop(one.name)
-                time.compute(self._seconds(one, instructions, times))
+                    link = self._start(
+                        chain.part, instruction, (), here, times, time, link, pending
+                    )
+                    pending[chain.id] = pending.pop(instruction.name)
+                time.compute(self._seconds(instruction, instructions, times))
                 if chains[chain.id] == index:
                     self._finish(pending.pop(chain.id), time)
-            elif (start := self._started(one)) is not None:
-                link = self._start(start, one, instructions, here, times, time, link, pending)
-                if not self._asynchronous(one) and one.name in pending:
-                    self._finish(pending.pop(one.name), time)
-            elif one.opcode.endswith("-done"):
+            elif (start := self._started(instruction)) is not None:
+                link = self._start(
+                    start, instruction, instructions, here, times, time, link, pending
+                )
+                if not self._asynchronous(instruction) and instruction.name in pending:
+                    self._finish(pending.pop(instruction.name), time)
+            elif instruction.opcode.endswith("-done"):
                 # A start may be passed on by updates.
-                source = next((name for name in one.operands if name in pending), None)
+                source = next((name for name in instruction.operands if name in pending), None)
                 if source is not None:
                     self._finish(pending.pop(source), time)
-            elif one.opcode.endswith("-update"):
-                for name in one.operands:
+            elif instruction.opcode.endswith("-update"):
+                for name in instruction.operands:
                     if name in pending:
-                        pending[one.name] = pending.pop(name)
-            elif one.opcode not in _FREE:
-                time.compute(self._seconds(one, instructions, times))
+                        pending[instruction.name] = pending.pop(name)
+            elif instruction.opcode not in _FREE:
+                time.compute(self._seconds(instruction, instructions, times))
         for left in pending.values():
             self._finish(left, time)
         return time
 
     # --- Collectives ------------------------------------------------------------------------------
 
-    def _started(self, one: Instruction) -> Instruction | None:
+    def _started(self, instruction: Instruction) -> Instruction | None:
         """Return the collective that an instruction is or starts."""
-        if one.opcode == "async-start":
-            inside = self._module.computations.get(next(one.called(), ""), ())
+        if instruction.opcode == "async-start":
+            inside = self._module.computations.get(next(instruction.called(), ""), ())
             return next((other for other in inside if self._sends(other)), None)
-        return one if self._sends(one) else None
+        return instruction if self._sends(instruction) else None
 
     def _sends(self, one: Instruction) -> bool:
         return sent_by(one, (), self._module, self._mesh) is not None
@@ -279,29 +283,33 @@ class _ScheduleWalk:
         cycles = int(one.attribute(r'estimated_cycles":"(\d+)"') or _NEVER)
         return cycles / self._clock if self._clock and cycles < _NEVER else None
 
-    def _by_roofline(self, one: Instruction, computation: Sequence[Instruction]) -> float | None:
+    def _by_roofline(
+        self, instruction: Instruction, computation: Sequence[Instruction]
+    ) -> float | None:
         types = {other.name: other for other in computation}
-        operands = [types[name] for name in one.operands if name in types]
+        operands = [types[name] for name in instruction.operands if name in types]
         inside = [
-            other for called in one.called() for other in self._module.computations.get(called, ())
+            other
+            for called in instruction.called()
+            for other in self._module.computations.get(called, ())
         ]
-        moved = _bytes_moved(one, operands, inside)
+        moved = _bytes_moved(instruction, operands, inside)
         products = sum(
             product_seconds(self._machine, dims, dtype, 0)
-            for dims, dtype in map(_product, *_products(one, operands, inside))
+            for dims, dtype in map(_product, *_products(instruction, operands, inside))
         )
         seconds = max(products, self._machine.traffic_seconds(moved))
         return seconds + self._machine.start_seconds
 
 
 def _bytes_moved(
-    one: Instruction, operands: Sequence[Instruction], inside: Sequence[Instruction]
+    instruction: Instruction, operands: Sequence[Instruction], inside: Sequence[Instruction]
 ) -> float:
     """Return the bytes that an instruction reads and writes.
 
     A fusion that reads or writes a slice of an array in place moves the slice.
     """
-    whole = one.bytes + sum(operand.bytes for operand in operands)
+    whole = instruction.bytes + sum(operand.bytes for operand in operands)
     by_name = {other.name: other for other in inside}
     read = sum(other.bytes for other in inside if other.opcode == "dynamic-slice")
     written = sum(
@@ -317,14 +325,14 @@ def _bytes_moved(
 
 
 def _products(
-    one: Instruction, operands: Sequence[Instruction], inside: Sequence[Instruction]
+    instruction: Instruction, operands: Sequence[Instruction], inside: Sequence[Instruction]
 ) -> tuple[list[Instruction], list[Instruction | None]]:
     """Return the matrix products of an instruction, and the left operand of each."""
     by_name = {other.name: other for other in inside}
     dots = [other for other in inside if other.opcode == "dot"]
     lefts = [by_name.get(dot.operands[0]) for dot in dots]
-    if "lhs_contracting" in one.attributes and operands:
-        return [one], [operands[0]]
+    if "lhs_contracting" in instruction.attributes and operands:
+        return [instruction], [operands[0]]
     return dots, lefts
 
 

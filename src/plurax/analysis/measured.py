@@ -96,13 +96,13 @@ def predicted_line(estimate: Estimate) -> str:
     )
 
 
-def _off(found: float, said: float) -> str:
+def _off(measured: float, said: float) -> str:
     """Return how far a measured figure is off the predicted one, "" for less than half a percent.
 
     >>> _off(13.1, 12.3), _off(1000, 1001), _off(0, 0), _off(5, 0)
     (' (+7 %)', '', '', ' (instead of none)')
     """
     if not said:
-        return " (instead of none)" if found else ""
-    percent = round(100 * (found / said - 1))
+        return " (instead of none)" if measured else ""
+    percent = round(100 * (measured / said - 1))
     return f" ({percent:+} %)" if percent else ""

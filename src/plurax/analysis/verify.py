@@ -178,7 +178,7 @@ def verify(
     plan.check_devices(len(devices))
     plan.padded_size(leading_dim(batch))  # before one device trains
     # The microbatches determine which examples a coupled loss compares: use the same number.
-    one = Plan(precision=plan.precision, microbatches=plan.microbatches if task.coupled else 1)
+    on_one = Plan(precision=plan.precision, microbatches=plan.microbatches if task.coupled else 1)
 
     def everything(used: Plan, trained: Task = task) -> dict[str, dict[str, Any]]:
         # What one device computes every process computes on a device of its own.
@@ -203,11 +203,11 @@ def verify(
             **{name: tree.named_leaves(part) for name, part in fetch(last).items()},
         }
 
-    expected = everything(one)
-    again = expected if task.coupled else everything(one, reordered(task))
+    expected = everything(on_one)
+    again = expected if task.coupled else everything(on_one, reordered(task))
     full = None
     if plan.precision != "float32":
-        full = everything(dataclasses.replace(one, precision="float32"))
+        full = everything(dataclasses.replace(on_one, precision="float32"))
     allowed, noise = _allowed(expected, again, full)
     found = everything(plan)
     differences = [
@@ -242,11 +242,15 @@ def _allowed(
     return {w: PRECISION_FACTOR * max(noise[w], far) for w, far in lower.items()}, measured
 
 
-def _farthest(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+def _farthest(computed: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
     """Return the largest finite difference of each kind of tensor."""
     return {
         where: max(
-            (e for p, leaf in leaves.items() if math.isfinite(e := _error(found[where][p], leaf))),
+            (
+                e
+                for p, leaf in leaves.items()
+                if math.isfinite(e := _error(computed[where][p], leaf))
+            ),
             default=0.0,
         )
         for where, leaves in expected.items()
@@ -287,19 +291,19 @@ def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _error(found: Any, expected: Any) -> float:
+def _error(computed: Any, expected: Any) -> float:
     """Return the largest difference relative to the largest expected number; infinite for NaN."""
-    found, expected = _numbers(found), _numbers(expected)
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+    computed, expected = _numbers(computed), _numbers(expected)
+    if computed.shape != expected.shape or computed.dtype != expected.dtype:
         return math.inf
     if not jnp.issubdtype(expected.dtype, jnp.inexact):
-        return 0.0 if np.array_equal(found, expected) else math.inf
+        return 0.0 if np.array_equal(computed, expected) else math.inf
     # Compute differences in float64 at least: in 16 bits they would be rounded themselves.
     wide = np.promote_types(expected.dtype, np.float64) if _known(expected) else np.float64
-    found, expected = found.astype(wide), expected.astype(wide)
+    computed, expected = computed.astype(wide), expected.astype(wide)
     with np.errstate(invalid="ignore"):
         # Equal infinities differ by nothing; their difference would be NaN.
-        apart = np.where(found == expected, 0.0, np.abs(found - expected))
+        apart = np.where(computed == expected, 0.0, np.abs(computed - expected))
     worst = float(np.max(apart, initial=0.0))
     scale = float(np.max(np.abs(expected[np.isfinite(expected)]), initial=0.0))
     if not math.isfinite(worst):

@@ -28,7 +28,7 @@ def verify_files(directory: Path) -> None:
     """Raise `Damage` unless every file is present and unchanged."""
     try:
         saved = parse_json((directory / DIGESTS).read_bytes())
-        found = _digests(directory)
+        digests = _digests(directory)
     except (FileNotFoundError, NotADirectoryError):
         raise Damage(f"{directory.name}/{DIGESTS} is missing") from None
     except ValueError:
@@ -40,20 +40,20 @@ def verify_files(directory: Path) -> None:
     if not isinstance(saved, dict) or not saved:
         raise Damage(f"{directory.name}/{DIGESTS} is not as it was saved")
     for name, digest in saved.items():
-        if name not in found:
+        if name not in digests:
             raise Damage(f"{directory.name}/{name} is missing")
-        if found[name] != digest:
+        if digests[name] != digest:
             raise Damage(f"the bytes of {directory.name}/{name} are not those that were saved")
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    found = {}
+    digests = {}
     for path in sorted(directory.rglob("*")):
         if path.is_file() and path.name != DIGESTS:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            found[path.relative_to(directory).as_posix()] = digest
-    return found
+            digests[path.relative_to(directory).as_posix()] = digest
+    return digests
 
 
 def usable_folder(directory: str | Path) -> Path:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 
-def did_you_mean(given: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, known: Sequence[str], cutoff: float = 0.6) -> str:
     """Return " Did you mean ...?" with the known name that is most like the given one, or "".
 
     **Arguments:** `cutoff`, from 0 to 1, how alike they have to be (`difflib.get_close_matches`).
@@ -13,7 +13,7 @@ def did_you_mean(given: str, known: Sequence[str], cutoff: float = 0.6) -> str:
     >>> did_you_mean("dat", ["data", "tensor"])
     " Did you mean 'data'?"
     """
-    close = difflib.get_close_matches(given, known, n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
@@ -34,10 +34,10 @@ WAYS = (
 """What the name and the text of an exception of JAX match, and what to write instead."""
 
 
-def of_a_function(error: Exception, given: str, fields: Sequence[str]) -> str:
+def of_a_function(error: Exception, arguments: str, fields: Sequence[str]) -> str:
     """Return what to add to an exception that a function of the task raised.
 
-    **Arguments:** `given`, what the function was called with; `fields`, of the batch.
+    **Arguments:** `arguments`, what the function was called with; `fields`, of the batch.
     """
     said = f"{type(error).__name__}: {error}"
     ways = [way for pattern, way in WAYS if re.search(pattern, said)]
@@ -45,4 +45,4 @@ def of_a_function(error: Exception, given: str, fields: Sequence[str]) -> str:
         ways += [
             f"The fields are {', '.join(map(repr, fields))}.{did_you_mean(error.args[0], fields)}"
         ]
-    return "\n".join([*ways[:2], f"It was called with {given}."])
+    return "\n".join([*ways[:2], f"It was called with {arguments}."])

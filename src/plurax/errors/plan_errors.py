@@ -43,12 +43,12 @@ def plan_in_a_file(source: str, error: PlanError) -> PlanError:
     return PlanError(f"{source} is not a plan that can run: {error}")
 
 
-def plan_is_none(given: object) -> PlanError:
-    if isinstance(given, str):
-        way = f"plurax.Plan.load({given!r}) reads one from a file."
+def plan_is_none(value: object) -> PlanError:
+    if isinstance(value, str):
+        way = f"plurax.Plan.load({value!r}) reads one from a file."
     else:
         way = "Write plan=plurax.Plan(data=4); plurax.Plan(**settings) takes a dict."
-    return PlanError(f"the plan is a {type(given).__name__}, and must be a plurax.Plan. {way}")
+    return PlanError(f"the plan is a {type(value).__name__}, and must be a plurax.Plan. {way}")
 
 
 def plan_not_toml(source: str, reason: str) -> PlanError:
@@ -82,11 +82,11 @@ def strategy_wrong_entries(equation: str, given: object) -> PlanError:
 
 
 def layers_wrong_sum(
-    layers: Sequence[int], found: int, model: Literal["stack", "boundaries"], even: Sequence[int]
+    layers: Sequence[int], count: int, model: Literal["stack", "boundaries"], even: Sequence[int]
 ) -> PlanError:
     there = {
-        "stack": f"the stack has {found} layers",
-        "boundaries": f"the model's plurax.pipeline.stage_boundary calls split it into {found}, "
+        "stack": f"the stack has {count} layers",
+        "boundaries": f"the model's plurax.pipeline.stage_boundary calls split it into {count}, "
         "one after another",
     }
     works = f"layers={tuple(even)} works, the default" if all(even) else "take fewer stages"

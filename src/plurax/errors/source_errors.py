@@ -31,16 +31,16 @@ FILLED = {
 
 
 def column_not_numbers(what: str, name: str, dtype: str, kind: str, library: str) -> BatchError:
-    given = {"frame": what, "name": name}
+    names = {"frame": what, "name": name}
     ways = {
-        "texts": f"number the classes first: {NUMBERED[library].format(**given)}",
+        "texts": f"number the classes first: {NUMBERED[library].format(**names)}",
         "times": "make numbers of them first: the seconds since the first",
         "lists": "all rows need equally many values: pad them, or cut them to one length",
         "objects": "make numbers of them first, in a column for each",
     }
     return BatchError(
         f"{what}[{name!r}] has dtype {dtype}, which no device can hold; {ways[kind]}. Or leave the "
-        f"column out: {LEFT_OUT[library].format(**given)}."
+        f"column out: {LEFT_OUT[library].format(**names)}."
     )
 
 

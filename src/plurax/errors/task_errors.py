@@ -52,11 +52,11 @@ def rows_may_mix(where: str, line: str) -> str:
 
 def _meet(line: str) -> str:
     """Return where rows meet, from a line `model.py:12:16 (loss)`, with what is written there."""
-    found = re.fullmatch(r"(.*):(\d+):\d+ \((.*)\)", line)
-    if found is None:
+    match = re.fullmatch(r"(.*):(\d+):\d+ \((.*)\)", line)
+    if match is None:
         return ""
-    code = linecache.getline(found[1], int(found[2])).strip()
-    return f", which meet at {found[1]}:{found[2]}" + (f": {code}" if code else "")
+    code = linecache.getline(match[1], int(match[2])).strip()
+    return f", which meet at {match[1]}:{match[2]}" + (f": {code}" if code else "")
 
 
 def loss_wrong_structure(where: str, got: str, expected: str) -> TaskError:
@@ -94,16 +94,16 @@ def task_is_none(kind: str, library: str | None) -> TaskError:
     return TaskError(f"the task is a {kind}, and what is trained is a plurax.Task. {way}")
 
 
-def optimizer_is_none(given: object, *, members: bool) -> TaskError:
-    if isinstance(given, str):
-        way = f"write optimizer=optax.{given}(learning_rate)."
-    elif isinstance(given, type) or str(getattr(given, "__module__", "")).startswith("optax"):
-        way = f"call it: optax.{getattr(given, '__name__', 'adam')}(learning_rate)."
-    elif callable(given) and not members:
+def optimizer_is_none(value: object, *, members: bool) -> TaskError:
+    if isinstance(value, str):
+        way = f"write optimizer=optax.{value}(learning_rate)."
+    elif isinstance(value, type) or str(getattr(value, "__module__", "")).startswith("optax"):
+        way = f"call it: optax.{getattr(value, '__name__', 'adam')}(learning_rate)."
+    elif callable(value) and not members:
         way = "a function of hyperparameters needs members=plurax.Members(...)."
     else:
         way = "write optimizer=optax.adam(learning_rate)."
-    shown = repr(given) if isinstance(given, str | int | float) else f"a {type(given).__name__}"
+    shown = repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
     return TaskError(f"the optimizer is {shown}, and must be a transformation of optax; {way}")
 
 

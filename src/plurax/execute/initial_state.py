@@ -82,11 +82,11 @@ def same_shapes(state: TrainState, like: TrainState) -> bool:
 
 def check_state(state: TrainState, like: TrainState) -> None:
     """Raise `BatchError` where structure, shapes or dtypes differ."""
-    expected, given = tree.describe(like), tree.describe(state)
-    if expected != given:
+    expected, described = tree.describe(like), tree.describe(state)
+    if expected != described:
         raise errors.BatchError(
             f"the state does not belong to this program.\n  expected:\n{expected}\n  given:"
-            f"\n{given}"
+            f"\n{described}"
         )
 
 

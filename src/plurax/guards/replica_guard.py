@@ -64,11 +64,11 @@ class ReplicaGuard(CallHook, EndHook):
 
 
 def replica_error(
-    step: int, found: list[ReplicaFinding], group: ProcessGroup
+    step: int, findings: list[ReplicaFinding], group: ProcessGroup
 ) -> errors.ReplicaError:
     """Return the error for findings after a step: for those that are certain, if there are any."""
-    certain = [one for one in found if one.certain]
-    named = certain or found
+    certain = [one for one in findings if one.certain]
+    named = certain or findings
     devices = [f"device {one.local} of {group.named(one.process)}" for one in named]
     leaves = list(dict.fromkeys(name for one in named for name in one.leaves))
     return errors.replicas_differ(step, devices, leaves, bool(certain))

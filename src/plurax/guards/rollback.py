@@ -256,14 +256,14 @@ class Rollbacks:
     def _abandoned(self) -> list[int]:
         """Return the targets of rollbacks of which a later checkpoint, saved before, is left."""
         assert self._checkpoints is not None
-        found = []
+        abandoned = []
         for step in self._checkpoints.steps():
             meta = self._checkpoints.run_meta(step)
             if meta is not None:  # else it is damaged, as restoring will say
                 count = meta.get("rollbacks", {}).get("count", 0)
                 targets = [one["from"] for one in self._records[count:]]
-                found += [one for one in targets if one is not None and step > one]
-        return found
+                abandoned += [one for one in targets if one is not None and step > one]
+        return abandoned
 
     def go_on(self, step: int, meta: dict[str, Any]) -> tuple[Position, dict[str, Any] | None]:
         """Return where in the data a run goes on from a checkpoint, and its sums of the epoch.

@@ -61,11 +61,11 @@ class StatusFile:
 
     def others(self) -> dict[int, dict[str, Any]]:
         """Return what the other processes of this host say, by their index."""
-        found: dict[int, dict[str, Any]] = {}
+        statuses: dict[int, dict[str, Any]] = {}
         with contextlib.suppress(OSError):
             for path in sorted(self.folder.glob("*.json")):
                 if path.stem.isdecimal() and int(path.stem) != self.process:
                     with contextlib.suppress(OSError, ValueError):
                         if isinstance(status := parse_json(path.read_bytes()), dict):
-                            found[int(path.stem)] = status
-        return found
+                            statuses[int(path.stem)] = status
+        return statuses

@@ -135,7 +135,7 @@ def _walk(
     mesh: Mesh,
     place: Place,
     unknown_trips: int | None,
-    found: list[Collective],
+    collectives: list[Collective],
 ) -> None:
     computation = module.computations.get(name, ())
     place = place.of(computation)
@@ -145,19 +145,19 @@ def _walk(
         chain = chain_of(instruction, module)
         if chain is not None:
             if chain.id not in chains and (sent := sent_by(chain.part, (), module, mesh)):
-                found.append(collective_of(sent, here))
+                collectives.append(collective_of(sent, here))
             chains.add(chain.id)
             continue
         if sent := sent_by(instruction, computation, module, mesh):
-            found.append(collective_of(sent, here))
+            collectives.append(collective_of(sent, here))
         if instruction.opcode == "while":
             body = instruction.attribute(r"body=%?([\w.\-]+)") or ""
             inside = here.inside(instruction, module.trips(instruction), unknown_trips)
-            _walk(body, module, mesh, inside, unknown_trips, found)
+            _walk(body, module, mesh, inside, unknown_trips, collectives)
         elif instruction.opcode not in ("async-update", "async-done"):  # the start calls the same
             inner = here.branch() if instruction.opcode == "conditional" else here
             for called in instruction.called():
-                _walk(called, module, mesh, inner, unknown_trips, found)
+                _walk(called, module, mesh, inner, unknown_trips, collectives)
 
 
 class Chain(NamedTuple):

@@ -97,12 +97,12 @@ def _selected(*arrays: Array, free_on_cpu: tuple[bool, ...]) -> list[Array]:
         return _barred(*arrays)
     if jnp.issubdtype(by.dtype, jax.dtypes.prng_key):
         by = jax.random.key_data(by)
-    one = lax.slice(by, (0,) * by.ndim, (1,) * by.ndim).reshape(())
+    entry = lax.slice(by, (0,) * by.ndim, (1,) * by.ndim).reshape(())
     if not jnp.issubdtype(by.dtype, jnp.floating):
         # XLA folds comparisons of an integer with itself, but not of a number converted from it.
-        one = (jnp.real(one) if jnp.iscomplexobj(one) else one).astype(jnp.float32)
+        entry = (jnp.real(entry) if jnp.iscomplexobj(entry) else entry).astype(jnp.float32)
     # True for all values, NaN included. NaN is also why XLA can fold neither comparison.
-    true = (one == one) | (one != one)
+    true = (entry == entry) | (entry != entry)
     return [
         value if free else lax.select(jnp.broadcast_to(true, value.shape), value, _zeros(value))
         for value, free in zip(values, free_on_cpu, strict=True)

@@ -166,11 +166,11 @@ def _first_best(array: Array, axis: int, best: Callable[..., Array], dtype: Any)
 
     XLA's CPU compiler reduces pairs of value and index one by one.
     """
-    found = array == best(array, axis=axis, keepdims=True)
+    is_best = array == best(array, axis=axis, keepdims=True)
     if jnp.issubdtype(array.dtype, jnp.inexact):
-        found |= array != array
+        is_best |= array != array
     index = lax.broadcasted_iota(dtype, array.shape, axis)
-    return jnp.min(jnp.where(found, index, jnp.asarray(array.shape[axis] - 1, dtype)), axis=axis)
+    return jnp.min(jnp.where(is_best, index, jnp.asarray(array.shape[axis] - 1, dtype)), axis=axis)
 
 
 def _dot(left: Stored, right: Stored, params: Any) -> Stored | None:

@@ -163,12 +163,12 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     """Return the jaxprs among an equation's parameters: loop bodies, branches, called functions."""
     if eqn.primitive.name == "call_hi_primitive":
         return [called_jaxpr(eqn)[0]]
-    found: list[Any] = []
+    jaxprs: list[Any] = []
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, ClosedJaxpr | Jaxpr):
-                found += open_jaxpr(item)[:1]
-    return found
+                jaxprs += open_jaxpr(item)[:1]
+    return jaxprs
 
 
 def is_call(eqn: Any) -> bool:

@@ -209,11 +209,11 @@ def last_reads(eqns: Sequence[Any], results: Sequence[Any]) -> dict[Any, int]:
 
 def dependent(eqns: Sequence[Any], given: Sequence[Any]) -> set[Any]:
     """Return all variables that depend on any of the `given` ones, and these."""
-    found = set(given)
+    reached = set(given)
     for eqn in eqns:
-        if not found.isdisjoint(variables(eqn.invars)):
-            found.update(eqn.outvars)
-    return found
+        if not reached.isdisjoint(variables(eqn.invars)):
+            reached.update(eqn.outvars)
+    return reached
 
 
 def needed(
@@ -227,12 +227,12 @@ def needed(
     Those whose `id` is in `effects` are needed too: what they do is no result.
     """
     wanted = {atom for atom in variables(results) if atom not in known}
-    found = []
+    chosen = []
     for eqn in reversed(eqns):
         if id(eqn) in effects or not wanted.isdisjoint(eqn.outvars):
-            found.append(eqn)
+            chosen.append(eqn)
             wanted.update(atom for atom in variables(eqn.invars) if atom not in known)
-    return found[::-1]
+    return chosen[::-1]
 
 
 # --- One list of equations ------------------------------------------------------------------------

@@ -130,16 +130,16 @@ def _in_segments(
     known.update(zip(cast, evaluate(casts, known, cast), strict=True))
     jaxpr = jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if eqn not in casts])
     for segment in _segments(jaxpr, size):
-        made = [var for eqn in segment for var in eqn.outvars]
+        results = [var for eqn in segment for var in eqn.outvars]
         if segment[0].primitive.name == "scan":
-            out = evaluate(segment, known, made, handlers)
+            out = evaluate(segment, known, results, handlers)
         else:
             # The segment's inputs, each once: these are kept for the backward pass.
             atoms = variables([atom for eqn in segment for atom in eqn.invars])
             inputs = [atom for atom in dict.fromkeys(atoms) if atom in known]
-            again = functools.partial(_segment, segment, inputs, made)
+            again = functools.partial(_segment, segment, inputs, results)
             out = jax.checkpoint(again, policy=save)(*(known[var] for var in inputs))
-        known.update(zip(made, out, strict=True))
+        known.update(zip(results, out, strict=True))
     return evaluate([], known, jaxpr.outvars)
 
 

@@ -126,11 +126,11 @@ class _RowWalk:
         else:
             results = [none(len(var.aval.shape), self.size) for var in eqn.outvars]
         known = row_rules.known_of(eqn, [value.known for value in inputs], MOST_KNOWN)
-        found = []
+        values = []
         for var, levels in zip(eqn.outvars, results, strict=True):
             value = RowsRead(compressed(self._decided(eqn, var, levels)), known)
-            found.append(self._with_line(value, eqn, inputs))
-        return found
+            values.append(self._with_line(value, eqn, inputs))
+        return values
 
     def _decided(self, eqn: Any, var: Any, levels: Levels) -> Levels:
         """Return the levels of a result, which of a decision are at most `MAY`."""
@@ -256,13 +256,13 @@ def _any_row(x: RowsRead) -> RowsRead:
     return RowsRead(compressed(x.levels.max(0, initial=NONE)), None, x.line)
 
 
-def _joined(one: RowsRead, other: RowsRead) -> RowsRead:
+def _joined(first: RowsRead, other: RowsRead) -> RowsRead:
     """Return what holds of a value that is one or the other."""
     known = None
-    if one.known is not None and other.known is not None:
-        known = np.where(one.known == other.known, one.known, np.nan)
-    line = one.line or other.line
-    return RowsRead(compressed(np.maximum(one.levels, other.levels)), known, line)
+    if first.known is not None and other.known is not None:
+        known = np.where(first.known == other.known, first.known, np.nan)
+    line = first.line or other.line
+    return RowsRead(compressed(np.maximum(first.levels, other.levels)), known, line)
 
 
 def _same(some: Sequence[RowsRead], others: Sequence[RowsRead]) -> bool:

@@ -153,14 +153,14 @@ def known_of(eqn: Any, known: Sequence[Any], most: int) -> Any:
         return np.broadcast_to(counts.reshape(*dims, 1), (*out.shape, 1))
     if all(one is None for one in known):
         return None
-    given = [
+    operands = [
         np.full((*_shape(atom), 1), np.nan) if one is None else one
         for atom, one in zip(eqn.invars, known, strict=True)
         if one is not None or math.prod(_shape(atom)) <= most
     ]
-    if len(given) < len(known):
+    if len(operands) < len(known):
         return None
-    return _computed(name, eqn, given, (*out.shape, 1))
+    return _computed(name, eqn, operands, (*out.shape, 1))
 
 
 def is_whole(dtype: Any) -> bool:
@@ -168,25 +168,25 @@ def is_whole(dtype: Any) -> bool:
     return dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer)
 
 
-def _computed(name: str, eqn: Any, given: list[Any], shape: tuple[int, ...]) -> Any:
+def _computed(name: str, eqn: Any, operands: list[Any], shape: tuple[int, ...]) -> Any:
     """Return the known integers of an equation, NaN where one is not known; None of any other."""
-    found: Any = None
+    result: Any = None
     if name in _KNOWN_ELEMENTWISE:
-        found = _KNOWN_ELEMENTWISE[name](*given)
+        result = _KNOWN_ELEMENTWISE[name](*operands)
     elif name in _KNOWN_COMPARISONS:
-        unsure = np.isnan(given[0]) | np.isnan(given[1])
-        found = np.where(unsure, np.nan, _KNOWN_COMPARISONS[name](*given))
+        unsure = np.isnan(operands[0]) | np.isnan(operands[1])
+        result = np.where(unsure, np.nan, _KNOWN_COMPARISONS[name](*operands))
     elif name == "select_n":
-        which, *cases = given
-        found = np.full(shape, np.nan)
+        which, *cases = operands
+        result = np.full(shape, np.nan)
         for index, case in enumerate(cases):
-            found = np.where(which == index, case, found)
+            result = np.where(which == index, case, result)
     elif name in _MOVES:
-        moved = _MOVES[name](eqn, given)
-        found = moved[0] if isinstance(moved, list) else moved
-    if found is None or np.isnan(found).all():
+        moved = _MOVES[name](eqn, operands)
+        result = moved[0] if isinstance(moved, list) else moved
+    if result is None or np.isnan(result).all():
         return None
-    return np.broadcast_to(found, shape)
+    return np.broadcast_to(result, shape)
 
 
 def _most(levels: Sequence[Levels]) -> Levels:
@@ -243,20 +243,20 @@ def _trailing(eqn: Any, levels: Sequence[Levels], lead: int) -> list[Levels]:
 
 def _reshape(eqn: Any, levels: Sequence[Levels]) -> Levels:
     """Reshape; only the groups of dims that hold rows are expanded to their sizes."""
-    (one, *_), old, new = levels, _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    (base, *_), old, new = levels, _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     if (order := eqn.params.get("dimensions")) is not None:
-        one, old = one.transpose(*order, len(old)), tuple(old[dim] for dim in order)
+        base, old = base.transpose(*order, len(old)), tuple(old[dim] for dim in order)
     if math.prod(old) == 0:
         return unknown(eqn, levels)[0]
     expanded: list[int] = []
     shape: list[int] = []
     for dims, others in _dim_groups(old, new):
-        uniform = all(one.shape[d] == 1 for d in dims)
+        uniform = all(base.shape[d] == 1 for d in dims)
         expanded += [1 if uniform else old[d] for d in dims]
         shape += [1 if uniform else new[d] for d in others]
-    if math.prod(expanded) * one.shape[-1] > MOST_ENTRIES:
+    if math.prod(expanded) * base.shape[-1] > MOST_ENTRIES:
         return unknown(eqn, levels)[0]
-    return np.broadcast_to(one, (*expanded, one.shape[-1])).reshape(*shape, one.shape[-1])
+    return np.broadcast_to(base, (*expanded, base.shape[-1])).reshape(*shape, base.shape[-1])
 
 
 def _dim_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -300,11 +300,13 @@ def _squeeze(eqn: Any, levels: Sequence[Levels]) -> Levels:
 
 
 def _slice(eqn: Any, levels: Sequence[Levels]) -> Levels:
-    params, one = eqn.params, levels[0]
-    strides = params["strides"] or (1,) * (one.ndim - 1)
+    params, base = eqn.params, levels[0]
+    strides = params["strides"] or (1,) * (base.ndim - 1)
     ranges = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
     wanted = [slice(*each) for each in ranges]
-    return one[tuple(s if n > 1 else slice(None) for s, n in zip(wanted, one.shape, strict=False))]
+    return base[
+        tuple(s if n > 1 else slice(None) for s, n in zip(wanted, base.shape, strict=False))
+    ]
 
 
 def _rev(eqn: Any, levels: Sequence[Levels]) -> Levels:
@@ -340,21 +342,21 @@ def _split(eqn: Any, levels: Sequence[Levels]) -> list[Levels]:
 
 
 def _pad(eqn: Any, levels: Sequence[Levels]) -> Levels:
-    one, value = levels
+    base, value = levels
     for dim, (low, high, inner) in enumerate(eqn.params["padding_config"]):
         if (low, high, inner) == (0, 0, 0):
             continue
         size, old = _shape(eqn.outvars[0])[dim], _shape(eqn.invars[0])[dim]
-        shape = list(one.shape)
+        shape = list(base.shape)
         shape[dim] = size
         padded = np.broadcast_to(value, shape).copy()
         places = low + np.arange(old) * (inner + 1)
         inside = (places >= 0) & (places < size)
-        target: list[Any] = [slice(None)] * one.ndim
+        target: list[Any] = [slice(None)] * base.ndim
         target[dim] = places[inside]
-        padded[tuple(target)] = np.compress(inside, _expanded(one, dim, old), dim)
-        one = padded
-    return one
+        padded[tuple(target)] = np.compress(inside, _expanded(base, dim, old), dim)
+        base = padded
+    return base
 
 
 def _tile(eqn: Any, levels: Sequence[Levels]) -> Levels:
@@ -386,11 +388,11 @@ _MOVES: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
 def _dot_general(eqn: Any, levels: Sequence[Levels], known: Any) -> list[Levels]:
     sums, batches = eqn.params["dimension_numbers"]
     free = []
-    for one, gone, batch in zip(levels, sums, batches, strict=True):
-        one = _over(one, gone)
-        rest = [d for d in range(one.ndim - 1) if d not in (*gone, *batch)]
-        one = one.transpose(*batch, *rest, *gone, one.ndim - 1)
-        free.append(one.reshape(*one.shape[: len(batch) + len(rest)], one.shape[-1]))
+    for base, gone, batch in zip(levels, sums, batches, strict=True):
+        base = _over(base, gone)
+        rest = [d for d in range(base.ndim - 1) if d not in (*gone, *batch)]
+        base = base.transpose(*batch, *rest, *gone, base.ndim - 1)
+        free.append(base.reshape(*base.shape[: len(batch) + len(rest)], base.shape[-1]))
     (left, right), shared = free, len(batches[0])
     left = left.reshape(*left.shape[:-1], *(1,) * (right.ndim - 1 - shared), left.shape[-1])
     gap = (1,) * (left.ndim - right.ndim)
@@ -451,41 +453,41 @@ def _windowed(eqn: Any, levels: Sequence[Levels]) -> Levels:
 
 
 def _dynamic_slice(eqn: Any, levels: Sequence[Levels], known: Any) -> list[Levels]:
-    one, *starts = levels
+    base, *starts = levels
     for dim, size in enumerate(eqn.params["slice_sizes"]):
         old = _shape(eqn.invars[0])[dim]
-        if one.shape[dim] == 1 or size == old:
+        if base.shape[dim] == 1 or size == old:
             continue
         start = known[1 + dim]
         if start is None or np.isnan(start).any():
-            one = _over(one, [dim])
+            base = _over(base, [dim])
         else:
             first = int(np.clip(start.item(), 0, old - size))
-            one = one.take(range(first, first + size), dim)
-    return [_most([one, *starts])]
+            base = base.take(range(first, first + size), dim)
+    return [_most([base, *starts])]
 
 
 def _dynamic_update_slice(eqn: Any, levels: Sequence[Levels], known: Any) -> list[Levels]:
-    one, new, *starts = levels
+    base, new, *starts = levels
     new = _most([new, *starts])
-    placed: list[Any] = [slice(None)] * one.ndim
+    placed: list[Any] = [slice(None)] * base.ndim
     for dim, size in enumerate(_shape(eqn.invars[1])):
         old, start = _shape(eqn.invars[0])[dim], known[2 + dim]
         if size == old:
             continue
         if start is None or np.isnan(start).any():
-            one, new = _most([one, _over(new, [dim])]), _over(new, [dim])
+            base, new = _most([base, _over(new, [dim])]), _over(new, [dim])
         else:
             first = int(np.clip(start.item(), 0, old - size))
-            one = _expanded(one, dim, old)
+            base = _expanded(base, dim, old)
             placed[dim] = slice(first, first + size)
-    shape = np.broadcast_shapes(one[tuple(placed)].shape, new.shape)
+    shape = np.broadcast_shapes(base[tuple(placed)].shape, new.shape)
     full = [n if isinstance(s, slice) and s == slice(None) else old
-            for s, n, old in zip(placed, shape, one.shape, strict=True)]  # fmt: skip
-    one = np.broadcast_to(one, full).copy()
+            for s, n, old in zip(placed, shape, base.shape, strict=True)]  # fmt: skip
+    base = np.broadcast_to(base, full).copy()
     exact = any(s != slice(None) for s in placed)
-    one[tuple(placed)] = new if exact else np.maximum(one, new)
-    return [one]
+    base[tuple(placed)] = new if exact else np.maximum(base, new)
+    return [base]
 
 
 def _dim_of_index(numbers: Any, known: Any) -> dict[int, Any]:
@@ -502,7 +504,7 @@ def _gather(eqn: Any, levels: Sequence[Levels], known: Any) -> list[Levels]:
     Of an operand dim with rows the entries are known where it goes along with a dim of the
     indices, is taken whole, or its indices are known; else each entry may be of any row.
     """
-    (one, index), numbers = levels, eqn.params["dimension_numbers"]
+    (base, index), numbers = levels, eqn.params["dimension_numbers"]
     old, rank = _shape(eqn.invars[0]), len(_shape(eqn.outvars[0]))
     sizes = eqn.params["slice_sizes"]
     along = dict(
@@ -515,17 +517,17 @@ def _gather(eqn: Any, levels: Sequence[Levels], known: Any) -> list[Levels]:
     picks: list[Any] = []
     for dim, size in enumerate(old):
         at: Any = np.zeros((1,) * index_rank, np.int64)
-        if one.shape[dim] == 1:
+        if base.shape[dim] == 1:
             pass
         elif dim in along:
             at = np.arange(size).reshape([-1 if d == along[dim] else 1 for d in range(index_rank)])
         elif dim in gone and dim in indices:
             at = np.clip(indices[dim], 0, size - 1)
         elif dim in gone or sizes[dim] != size:
-            one = _over(one, [dim])
+            base = _over(base, [dim])
         picks.append(at)
     fixed = [d for d in range(len(old)) if d in gone]
-    moved = one.transpose(*fixed, *windows, one.ndim - 1)
+    moved = base.transpose(*fixed, *windows, base.ndim - 1)
     # The indices' dims come first, then the windows'.
     taken = (
         moved[tuple(picks[d] for d in fixed)]
@@ -541,7 +543,7 @@ def _gather(eqn: Any, levels: Sequence[Levels], known: Any) -> list[Levels]:
 
 def _scatter(eqn: Any, levels: Sequence[Levels], known: Any) -> Levels:
     """Return the levels of a scatter: those of the operand, and where known those of updates."""
-    (one, index, new), numbers = levels, eqn.params["dimension_numbers"]
+    (base, index, new), numbers = levels, eqn.params["dimension_numbers"]
     old, update = _shape(eqn.invars[0]), _shape(eqn.invars[2])
     along = dict(
         zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
@@ -578,7 +580,7 @@ def _scatter(eqn: Any, levels: Sequence[Levels], known: Any) -> Levels:
         np.maximum.at(placed, where, np.broadcast_to(new, (*places, *new.shape[index_rank:])))
     else:
         placed = new.max(tuple(range(index_rank)), initial=NONE)
-    return np.maximum(one, placed.transpose(*np.argsort([*fixed, *windows]), placed.ndim - 1))
+    return np.maximum(base, placed.transpose(*np.argsort([*fixed, *windows]), placed.ndim - 1))
 
 
 _RULES: dict[str, Callable[[Any, Sequence[Levels], Any], list[Levels]]] = {

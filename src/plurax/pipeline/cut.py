@@ -234,14 +234,14 @@ class Cut:
 
     def _effects_on_stages(self) -> dict[int, int]:
         """Return, by `id`, the stage of each equation with an effect on variables of stages."""
-        found = {}
+        stage_of = {}
         for eqn in self._jaxpr.eqns:
             at = [
                 self._stage[a] for a in variables([*eqn.invars, *eqn.outvars]) if a in self._stage
             ]
             if eqn.effects and at:
-                found[id(eqn)] = max(at)
-        return found
+                stage_of[id(eqn)] = max(at)
+        return stage_of
 
     def _other_effects(self) -> dict[int, int]:
         """Return the stages of the other effects: where most of what they read is read anyway.
@@ -250,13 +250,13 @@ class Cut:
         """
         eqns = self._jaxpr.eqns
         inputs = [self._stage_eqns(stage, self._writer)[2] for stage in range(self.stages)]
-        found = {}
+        stage_of = {}
         for eqn in eqns:
             if eqn.effects and id(eqn) not in self._effects:
                 before = needed(eqns, eqn.invars, ())
                 read = set(variables([a for one in (*before, eqn) for a in one.invars]))
-                found[id(eqn)] = max(range(self.stages), key=lambda at: len(read & inputs[at]))
-        return found
+                stage_of[id(eqn)] = max(range(self.stages), key=lambda at: len(read & inputs[at]))
+        return stage_of
 
     def _writers(self) -> dict[int, int]:
         """Return for each leaf of model state that changes the stage that writes it.
@@ -268,11 +268,11 @@ class Cut:
         # To compute a leaf in a stage may make that stage read others: repeat until all are found.
         while unassigned := [n for n in self._new if n not in writer]:
             read = [self._stage_eqns(stage, writer)[2] for stage in range(self.stages)]
-            found = {
+            stage_of = {
                 n: next((at for at, there in enumerate(read) if self._states[n] in there), None)
                 for n in unassigned
             }
-            known = {n: at for n, at in found.items() if at is not None}
+            known = {n: at for n, at in stage_of.items() if at is not None}
             writer |= known or dict.fromkeys(unassigned, 0)
         return writer
 

@@ -300,13 +300,13 @@ class ScheduleExecutor:
 
     def _fn_buffers(self, store: str, packed: Mapping[int, PackedValues]) -> dict[bool, Buffers]:
         """Return the slots of the residuals of `StageFn`s, for each `_head_store`."""
-        slots, found = self.table.device_slots[store], {}
+        slots, buffers = self.table.device_slots[store], {}
         for key in sorted(set(map(self._head_store, self.network.stage_fns))):
             stages = [stage for stage in packed if self._head_store(stage) == key]
             counts = [slots[stage % self.schedule.devices] for stage in stages]
             lengths = max_lengths(packed[stage].lengths for stage in stages)
-            found[key] = zeros(lengths, max(counts, default=0))
-        return found
+            buffers[key] = zeros(lengths, max(counts, default=0))
+        return buffers
 
     def _head_store(self, stage: int) -> bool:
         """Return whether a `StageFn`'s residuals have slots apart from those before the layers.

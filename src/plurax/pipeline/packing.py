@@ -74,7 +74,7 @@ class Packing:
 
         The tensors have the dtype of the buffer, which is wider where it contains gradient sums.
         """
-        found = []
+        arrays = []
         for index in range(len(self.leaves)) if indices is None else indices:
             leaf, (name, offset, shape) = self.leaves[index], self._at[index]
             flat = lax.slice(buffers[name], (offset,), (offset + math.prod(shape),))
@@ -82,8 +82,8 @@ class Packing:
             array = flat.reshape(shape)
             if _is_key(leaf):
                 array = jax.random.wrap_key_data(array, impl=key_impl(leaf))
-            found.append(array)
-        return found
+            arrays.append(array)
+        return arrays
 
     def write(self, buffers: Buffers, arrays: Sequence[Array]) -> Buffers:
         """Return the buffers with all tensors written at their offsets, cast to their dtypes."""
@@ -103,14 +103,14 @@ class Packing:
 
     def read_row(self, buffers: Mapping[str, Array], row: Any) -> list[Array]:
         """Return the tensors in row `row` of buffers `(rows, length)`."""
-        found = []
+        arrays = []
         for leaf, (name, offset, shape) in zip(self.leaves, self._at, strict=True):
             size = (1, math.prod(shape))
             array = lax.dynamic_slice(buffers[name], (row, np.int32(offset)), size).reshape(shape)
             if _is_key(leaf):
                 array = jax.random.wrap_key_data(array, impl=key_impl(leaf))
-            found.append(array)
-        return found
+            arrays.append(array)
+        return arrays
 
     def add(self, buffers: Buffers, arrays: Sequence[Array], indices: Sequence[int]) -> Buffers:
         """Return the buffers with arrays added to the tensors `leaves[i]` for `i` in `indices`.

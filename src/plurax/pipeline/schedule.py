@@ -52,14 +52,14 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Action":
         """Parse the text that `str` returns. Raises `PlanError` if it is not of that form."""
-        found = re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", text)
-        if found is None:
+        match = re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", text)
+        if match is None:
             raise errors.PlanError(
                 f"{text!r} in a schedule is not an action: write F, B or W (forward, backward, "
                 "gradient of the weights), the microbatch and, where a device has several stages, "
                 "a dot and the index of its chunk: F3, B2.1."
             )
-        return cls(found[1], int(found[2]), int(found[3] or 0))
+        return cls(match[1], int(match[2]), int(match[3] or 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,11 +255,11 @@ def make_schedule(
         return _named_schedule(given, devices, microbatches, chunks)
     schedule = Schedule.parse(given)
     check_schedule(schedule)
-    found = (schedule.devices, schedule.microbatches, schedule.chunks)
-    if found != (devices, microbatches, chunks):
+    written = (schedule.devices, schedule.microbatches, schedule.chunks)
+    if written != (devices, microbatches, chunks):
         sizes = "{} devices, {} microbatches, {} stages on each"
         raise errors.PlanError(
-            f"the schedule written by hand is for {sizes.format(*found)}; the plan has "
+            f"the schedule written by hand is for {sizes.format(*written)}; the plan has "
             f"{sizes.format(devices, microbatches, chunks)}."
         )
     return schedule

@@ -166,7 +166,7 @@ def _slots(intervals: dict[Action, Interval]) -> tuple[dict[Action, int], int]:
     """
     free: list[int] = []
     busy: list[tuple[float, int]] = []
-    given: dict[Action, int] = {}
+    slot_of: dict[Action, int] = {}
     count = 0
     for key, (start, end) in sorted(intervals.items(), key=lambda item: item[1]):
         while busy and busy[0][0] < start:
@@ -174,6 +174,6 @@ def _slots(intervals: dict[Action, Interval]) -> tuple[dict[Action, int], int]:
         if not free:
             heapq.heappush(free, count)
             count += 1
-        given[key] = heapq.heappop(free)
-        heapq.heappush(busy, (end, given[key]))
-    return given, count
+        slot_of[key] = heapq.heappop(free)
+        heapq.heappush(busy, (end, slot_of[key]))
+    return slot_of, count

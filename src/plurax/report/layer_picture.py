@@ -87,14 +87,14 @@ def draw_layer(found: Found, path: str | Path | None = None) -> "matplotlib.figu
     return saved(figure, path)
 
 
-def draw_found(found: Found, directory: Path) -> list[Path]:
+def draw_found(search: Found, directory: Path) -> list[Path]:
     """Draw `search.png` into a directory, and `layer.png` if the best plan uses `tensor`."""
     directory.mkdir(parents=True, exist_ok=True)
     written = [directory / "search.png"]
-    draw_search(found, written[0])
-    if found.ranked[0].candidate.tensor > 1:
+    draw_search(search, written[0])
+    if search.ranked[0].candidate.tensor > 1:
         written.append(directory / "layer.png")
-        draw_layer(found, written[1])
+        draw_layer(search, written[1])
     return written
 
 

@@ -184,14 +184,14 @@ class Point(NamedTuple):
     plan: str
 
 
-def points_of(found: Found) -> list[Point]:
+def points_of(search: Found) -> list[Point]:
     """Return all plans of a search that were estimated, the ranked ones first."""
 
     def point(rank: int, plan: Ranked) -> Point:
         return Point(rank, plan.memory, plan.seconds, plan.plan.sizes_text())
 
-    ranked = [point(rank, plan) for rank, plan in enumerate(found.ranked, 1)]
-    others = [*found.slower, *found.refused]
+    ranked = [point(rank, plan) for rank, plan in enumerate(search.ranked, 1)]
+    others = [*search.slower, *search.refused]
     return ranked + [point(0, plan) for plan in others if plan.estimate is not None]
 
 
@@ -204,9 +204,9 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     return best
 
 
-def _draw_frontier(axis: "Axes", found: Found) -> None:
+def _draw_frontier(axis: "Axes", search: Found) -> None:
     """Draw the estimated plans; far slower ones that do not fit, either, would hide the others."""
-    every, limit = points_of(found), found.memory
+    every, limit, tried = points_of(search), search.memory, search.candidates
     slowest = max(p.seconds for p in every if p.memory <= limit)
     points = [p for p in every if p.seconds <= 1.2 * slowest]
     best = frontier(points)
@@ -229,7 +229,7 @@ def _draw_frontier(axis: "Axes", found: Found) -> None:
     axis.set_xlabel("memory of a device", fontsize=8.5)
     axis.set_ylabel("seconds of a step", fontsize=8.5)
     left_out = len(every) - len(points)
-    text = f"time against memory: the {len(every)} plans that were estimated, of {found.candidates}"
+    text = f"time against memory: the {len(every)} plans that were estimated, of {tried}"
     text += f"; {left_out} slower ones are not shown" if left_out else ""
     axis.set_title(text, fontsize=9.5, loc="left")
     axis.spines[["top", "right"]].set_visible(False)

@@ -68,11 +68,11 @@ def check_same_run(
 
 
 def save_settings(
-    program: Program, machine: Machine | None, given: Mapping[str, Any], step: int, output: Path
+    program: Program, machine: Machine | None, arguments: Mapping[str, Any], step: int, output: Path
 ) -> None:
     """Write `plan.toml`, `run.toml` and where given `machine.toml`, each atomically.
 
-    **Arguments:** `given`, the arguments of `fit`; `step`, at which the run goes on.
+    **Arguments:** `arguments`, the arguments of `fit`; `step`, at which the run goes on.
 
     Raises `CheckpointError` where writing fails.
     """
@@ -80,7 +80,7 @@ def save_settings(
         replace_file(output / "plan.toml", program.plan.to_toml().encode())
         if machine is not None:
             replace_file(output / "machine.toml", machine.to_toml().encode())
-        replace_file(output / RUN_FILE, run_toml(given, program).encode())
+        replace_file(output / RUN_FILE, run_toml(arguments, program).encode())
         starts = AppendFile(output / STARTS)
         starts.write(encode_row({"step": step, "time": utc_now()}))
         starts.close()

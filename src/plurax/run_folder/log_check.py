@@ -53,15 +53,15 @@ def damage_row(step: int, reason: str) -> Row:
 
 def _is_whole(path: Path, length: int, sha256: str) -> bool:
     """Return whether a file still begins with what it held."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
             while length and (piece := file.read(min(length, PIECE))):
-                found.update(piece)
+                digest.update(piece)
                 length -= len(piece)
     except FileNotFoundError:
         return False
-    return not length and found.hexdigest() == sha256
+    return not length and digest.hexdigest() == sha256
 
 
 def _described(path: Path, first: int, last: int) -> str:

@@ -131,26 +131,26 @@ def experiment_values(command: Mapping[str, Any] | None) -> Table:
     return {"experiment": values}
 
 
-def run_toml(given: Mapping[str, Any], program: Program) -> str:
+def run_toml(arguments: Mapping[str, Any], program: Program) -> str:
     """Return the text of `run.toml`.
 
     **Arguments:**
 
-    - `given`: the arguments of `fit` by name, the `command` among them: what `plurax train` says
-      of `file`, `experiment` and options that `fit` has in another form.
+    - `arguments`: those of `fit` by name, the `command` among them: what `plurax train` says of
+      `file`, `experiment` and options that `fit` has in another form.
     - `program`: its program.
     """
-    command = {**(given.get("command") or {})}
+    command = {**(arguments.get("command") or {})}
     command.pop("named", None)
     devices = list(program.mesh.devices.flat)
     folder = Path(command["file"]).parent if "file" in command else Path()
     tables = {
-        "options": {name: value for name, value in given.items() if _is_option(name, value)},
+        "options": {name: value for name, value in arguments.items() if _is_option(name, value)},
         "experiment": command.pop("experiment", {}),
         "command": _given(command),
         "members": _members(program.members),
-        "servers": given.get("servers"),
-        "rollback": given.get("rollback"),
+        "servers": arguments.get("servers"),
+        "rollback": arguments.get("rollback"),
         "versions": versions(),
         "devices": {
             "platform": devices[0].platform,
@@ -161,7 +161,7 @@ def run_toml(given: Mapping[str, Any], program: Program) -> str:
         "git": git_state(folder),
         "plan": program.plan.table(),
     }
-    callbacks = [type(callback).__name__ for callback in given.get("callbacks", ())]
+    callbacks = [type(callback).__name__ for callback in arguments.get("callbacks", ())]
     started = {"started": utc_now(), **({"callbacks": callbacks} if callbacks else {})}
     return NOTE + write_toml({**started, **{name: _as_table(tables[name]) for name in tables}})
 
@@ -173,11 +173,11 @@ def utc_now() -> str:
 
 def versions() -> Table:
     """Return the versions of Python, plurax and what it computes with."""
-    found = {"plurax": __version__, "python": platform.python_version()}
+    by_name = {"plurax": __version__, "python": platform.python_version()}
     for name in VERSIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            by_name[name] = importlib.metadata.version(name)
+    return by_name
 
 
 def git_state(folder: Path) -> Table:

@@ -41,14 +41,14 @@ def adapt(what: str, data: Any) -> Any:
         return data
     if isinstance(data, str | bytes | os.PathLike):
         return open_path(what, data)
-    found = _by_library(what, data)
-    if found is data:
+    adapted = _by_library(what, data)
+    if adapted is data:
         _check_kind(what, data)
         if isinstance(data, Mapping):
-            found = _part(what, data)
-            if not jax.tree.leaves(found):
+            adapted = _part(what, data)
+            if not jax.tree.leaves(adapted):
                 raise errors.batch_is_empty()
-    return found
+    return adapted
 
 
 def as_arrays(data: PyTree) -> PyTree:

@@ -23,14 +23,14 @@ def arrays(what: str, table: Any, library: str = "Arrow") -> dict[str, np.ndarra
     """Return the columns of a table by name. `library` is the user's, for messages."""
     import pyarrow as pa
 
-    found = {}
+    columns = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         if isinstance(column, pa.ChunkedArray):
             column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-        if name in found:
+        if name in columns:
             raise errors.column_twice(what, name)
-        found[name] = _array(what, name, column, library)
-    return found
+        columns[name] = _array(what, name, column, library)
+    return columns
 
 
 def _array(what: str, name: str, column: Any, library: str) -> np.ndarray:

@@ -35,12 +35,12 @@ def adapt(what: str, data: Any) -> Any:
         return _npz(Path(name)) if name else {key: data[key] for key in data.files}
 
 
-def open_path(what: str, given: Any) -> PyTree:
+def open_path(what: str, files: Any) -> PyTree:
     """Return the data in a file, in a folder of files, or in those that match a pattern.
 
     Raises `BatchError` for files that are not there or cannot be read, and for other kinds.
     """
-    name = os.fsdecode(given)
+    name = os.fsdecode(files)
     with refusing(lambda reason: errors.data_file_unreadable(what, name, reason)):
         paths = _paths(name)
         suffix = paths[0].suffix if paths else Path(name).suffix
@@ -59,7 +59,7 @@ def open_path(what: str, given: Any) -> PyTree:
         if suffix == ".npz" and len(paths) == 1:
             return _npz(paths[0])
     raise errors.BatchError(
-        f"{what}={given!r} is no file that plurax reads: .npy, .npz, .parquet, .arrow, .feather "
+        f"{what}={files!r} is no file that plurax reads: .npy, .npz, .parquet, .arrow, .feather "
         "(one, a pattern such as 'part-*.parquet', or a folder of them). Load other files: "
         "pandas.read_csv(...) for a table, grain or datasets for what fits no memory."
     )
@@ -76,15 +76,15 @@ def _paths(name: str) -> list[Path]:
 def _npz(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of an `.npz`, memory-mapped where they are not compressed."""
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-        found = {}
+        arrays = {}
         for info in archive.infolist():
             name = info.filename.removesuffix(".npy")
             if info.compress_type == zipfile.ZIP_STORED:
-                found[name] = _mapped(path, file, info.header_offset)
+                arrays[name] = _mapped(path, file, info.header_offset)
             else:
                 with archive.open(info) as one:
-                    found[name] = np.lib.format.read_array(one, allow_pickle=False)
-    return found
+                    arrays[name] = np.lib.format.read_array(one, allow_pickle=False)
+    return arrays
 
 
 def _mapped(path: Path, file: Any, start: int) -> np.ndarray:

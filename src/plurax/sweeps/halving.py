@@ -138,8 +138,8 @@ def successive_halving(
     source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad",
                            members=members)  # fmt: skip
     read = _on_devices(source)
-    made = make_program(task, optimizer, plan, like, few, read, True, devices)
-    metric = _checked_metric(made, metric, evaluation)
+    rung_program = make_program(task, optimizer, plan, like, few, read, True, devices)
+    metric = _checked_metric(rung_program, metric, evaluation)
     console = new_console(progress and is_primary())
     candidates = list(range(members.count))
     state: TrainState | None = None
@@ -148,13 +148,13 @@ def successive_halving(
     for reached, budget in itertools.pairwise([0, *_budgets(min_epochs, epochs, reduction)]):
         # Groups of one size, so that each rung compiles once.
         size = math.ceil(len(candidates) / math.ceil(len(candidates) / few.count))
-        made = made.of(members.take(candidates[:size]))
-        made.compile_loop(read.arrays)
+        rung_program = rung_program.of(members.take(candidates[:size]))
+        rung_program.compile_loop(read.arrays)
         parts, scores, seconds = [], [], []
         for begin in range(0, len(candidates), size):
             now = range(begin, min(begin + size, len(candidates)))
             filled = [now[i % len(now)] for i in range(size)]
-            program = made.of(members.take([candidates[i] for i in filled]))
+            program = rung_program.of(members.take([candidates[i] for i in filled]))
             start = program.init() if state is None else take_members(state, filled)
             trained, score, took = _train(program, start, read, reached, budget, evaluation, metric)
             parts.append(take_members(trained, range(len(now))))
@@ -170,7 +170,7 @@ def successive_halving(
         console.print(f"{budget} epochs: {len(candidates)} members in {sum(seconds):.2f} s, {best}")
         candidates, state = [candidates[i] for i in keep], take_members(state, keep)
     assert state is not None
-    return Halving(stay := members.take(candidates), state, made.of(stay), rungs)
+    return Halving(stay := members.take(candidates), state, rung_program.of(stay), rungs)
 
 
 def _width(members: Members, min_epochs: Any, epochs: Any, reduction: Any, slots: Any) -> int:

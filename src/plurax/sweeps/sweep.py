@@ -113,11 +113,11 @@ class Sweep:
         result, index = self._at(row)
         return [
             {
-                "epoch": one["epoch"],
-                "step": one["step"],
-                **_values(one["members"], index),
+                "epoch": epoch_row["epoch"],
+                "step": epoch_row["step"],
+                **_values(epoch_row["members"], index),
             }
-            for one in result.history
+            for epoch_row in result.history
         ]
 
     def _at(self, row: Row) -> tuple[Fit, int]:
@@ -347,10 +347,10 @@ def _rows(bucket: int, names: list[str], shape: Hyper, result: Fit) -> list[Row]
         {
             "bucket": bucket,
             **{name: shape.get(name) for name in names},
-            **one,
+            **row,
             **_values(last, index),
             "frozen": bool(skipped[index]),
             "seconds": _seconds(result) / len(table),
         }
-        for index, one in enumerate(table)
+        for index, row in enumerate(table)
     ]

@@ -100,16 +100,16 @@ class Flattener:
             params = {**params, "scopes": f"{self._scopes}/{eqn.source_info.name_stack}"}
         elif name == "transpose" and params["permutation"] == self.products.get(inputs[0]):
             return inputs  # the product of swapped operands
-        given = [one for one in inputs if one is not None]
+        operands = [one for one in inputs if one is not None]
         blocks: list[Block] = []
         trips: int | None = 1
         if name == "while":
             blocks, trips = [self._while_body(eqn, inputs, ops)], None
-            given += blocks[0].inputs[: -len(outputs)]
+            operands += blocks[0].inputs[: -len(outputs)]
             params = {"carry": inputs[-len(outputs) :], "condition": self._condition(eqn, inputs)}
         elif name == "cond":
             blocks = [self.block(open_jaxpr(b)[0], inputs[1:]) for b in params["branches"]]
-        ops.append(Op(name, params, given, outputs, blocks, trips))
+        ops.append(Op(name, params, operands, outputs, blocks, trips))
         return outputs
 
     def _is_view(self, eqn: Any, name: str, params: Mapping[str, Any]) -> bool:
@@ -141,11 +141,11 @@ class Flattener:
         the transposing.
         """
         contracting, batch = eqn.params["dimension_numbers"]
-        found: list[Value | None] = []
+        operands: list[Value | None] = []
         for index, value in enumerate(inputs):
             summed, shared, aval = contracting[index], batch[index], eqn.invars[index].aval
             if value is None or (aval.ndim == len(shared) + 2 and is_leading(shared)):
-                found.append(value)
+                operands.append(value)
                 continue
             free = [d for d in range(aval.ndim) if d not in (*summed, *shared)]
             order = [*shared, *free, *summed] if index == 0 else [*shared, *summed, *free]
@@ -154,8 +154,8 @@ class Flattener:
                 moved = Value(aval, order)
                 ops.append(Op("operand", {}, [value], [moved]))
                 value = moved
-            found.append(value)
-        return found
+            operands.append(value)
+        return operands
 
     def _scan(self, eqn: Any, inputs: list[Value | None], ops: list[Op]) -> list[Value]:
         scan = Scan.of(eqn)
@@ -218,11 +218,11 @@ class Flattener:
         skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         jaxpr = open_jaxpr(eqn.params["body_jaxpr"])[0]
         starts = [Value(var.aval) for var in jaxpr.invars[consts:]]
-        given = inputs[skip : skip + consts]
+        constants = inputs[skip : skip + consts]
         body: list[Op] = []
-        ends = self.inline(jaxpr, [*given, *starts], body)
-        ops += (hoisted := hoist(body, given))
-        read = [*given, *(value for op in hoisted for value in op.outputs), *starts]
+        ends = self.inline(jaxpr, [*constants, *starts], body)
+        ops += (hoisted := hoist(body, constants))
+        read = [*constants, *(value for op in hoisted for value in op.outputs), *starts]
         carried = list(zip(starts, ends, strict=True))
         return Block(body, [one for one in read if one is not None], ends, carried)
 
@@ -258,13 +258,13 @@ def hoist(body: list[Op], consts: Sequence[Value | None]) -> list[Op]:
     """
     known = {value for value in consts if value is not None}
     cheap: dict[Value, Op] = {}
-    found: dict[Op, None] = {}
+    hoisted: dict[Op, None] = {}
 
     def take(op: Op) -> None:
         for value in op.inputs:
             if value in cheap:
                 take(cheap[value])
-        found[op] = None
+        hoisted[op] = None
 
     for op in body:
         if op.blocks or not all(value in known for value in op.inputs):
@@ -276,8 +276,8 @@ def hoist(body: list[Op], consts: Sequence[Value | None]) -> list[Op]:
         else:
             continue
         known.update(op.outputs)
-    body[:] = [op for op in body if op not in found or op.name in KEPT]
-    return list(found)
+    body[:] = [op for op in body if op not in hoisted or op.name in KEPT]
+    return list(hoisted)
 
 
 def group_size(params: Mapping[str, Any], sizes: Mapping[str, int]) -> int:

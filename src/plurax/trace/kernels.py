@@ -96,7 +96,7 @@ def kernels(
     """
     needed = {value for value in block.outputs if value is not None}
     readers: dict[Value, list[Kernel]] = defaultdict(list)
-    found: list[Kernel] = []
+    written: list[Kernel] = []
     updated = {op.inputs[0] for op in block.ops if op.name == "dynamic_update_slice" and op.inputs}
     spread = {op.outputs[0] for op in block.ops if op.name in ("broadcast_in_dim", "iota")}
     for op in reversed(block.ops):
@@ -111,7 +111,7 @@ def kernels(
         if into is None:
             read = {value for value in op.outputs if value in needed or readers.get(value)}
             kernel = Kernel(op, rules, [kernels(inner, read, rules) for inner in op.blocks])
-            found.append(kernel)
+            written.append(kernel)
             twins = _twins(op, kernel, readers, rules)
             for twin in twins:
                 twin.fuse(op)
@@ -124,7 +124,7 @@ def kernels(
             for value in op.inputs:
                 if value in kernel.reads and kernel not in readers[value]:
                     readers[value].append(kernel)
-    return _combined(found[::-1])
+    return _combined(written[::-1])
 
 
 def _twins(
@@ -138,19 +138,19 @@ def _twins(
     if not fusible or len(op.outputs[0].shape) < 3:
         return []
     into = readers[op.outputs[0]]
-    found = [one for one in into if one.root.name == "operand"]
+    twins = [one for one in into if one.root.name == "operand"]
     if not all(one.root.name in ("operand", "dot_general") for one in into):
         return []
-    for twin in found:
+    for twin in twins:
         twin.twin = kernel
-    return found
+    return twins
 
 
-def _combined(found: list[Kernel]) -> list[Kernel]:
+def _combined(separate: list[Kernel]) -> list[Kernel]:
     """Combine all-reduces over the same axes that do not depend on each other, as XLA does."""
     above: dict[Value, frozenset[Op]] = {}
     groups: dict[str, list[list[Kernel]]] = defaultdict(list)
-    for kernel in found:
+    for kernel in separate:
         root = kernel.root
         depends = frozenset().union(*(above.get(value, ()) for value in kernel.reads))
         if root.name in ("psum", "psum_invariant"):
@@ -175,7 +175,7 @@ def _combined(found: list[Kernel]) -> list[Kernel]:
             last.reads |= other.reads
             last.ops += other.ops
             gone.add(other)
-    return [kernel for kernel in found if kernel not in gone]
+    return [kernel for kernel in separate if kernel not in gone]
 
 
 def _into(

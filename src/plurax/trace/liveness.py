@@ -96,22 +96,22 @@ class Lifetimes:
     def run(
         self,
         block: Block,
-        found: Sequence[Kernel],
+        unordered: Sequence[Kernel],
         homes: Mapping[Value, Value],
-        given: Collection[Value] = (),
+        ending: Collection[Value] = (),
     ) -> None:
         """Run the kernels of a block.
 
         **Arguments:**
 
         - `homes`: for a result the value in whose memory it shall be.
-        - `given`: values computed outside that are read for the last time here.
+        - `ending`: values computed outside that are read for the last time here.
         """
-        order = self._ordered(found, block)
+        order = self._ordered(unordered, block)
         last = {value: index for index, kernel in enumerate(order) for value in kernel.reads}
         last.update((value, len(order)) for value in block.outputs if value is not None)
         homes = _homes_of_operands(order, homes)
-        own = set(given)
+        own = set(ending)
         for index, kernel in enumerate(order):
             self._clock += 1
             dying = [value for value in kernel.reads if last[value] == index and value in own]
@@ -158,11 +158,11 @@ class Lifetimes:
         """Return the broadcasts in a loop's body that are written once, before the loop."""
         if not self._rules.hoists_masks:
             return []
-        given = set(body.inputs) - {start for start, _ in body.carried}
+        constants = set(body.inputs) - {start for start, _ in body.carried}
         return [
             op.outputs[0] for op in body.ops
             if op.name == "broadcast_in_dim" and op.inputs and op.outputs[0].dtype == bool
-            and given.issuperset(op.inputs)
+            and constants.issuperset(op.inputs)
         ]  # fmt: skip
 
     def _run_inside(
@@ -185,14 +185,14 @@ class Lifetimes:
         reads = [{*b.outputs, *(v for k in inner for v in k.reads)} for b, inner in pairs]
         for index, (block, inner) in enumerate(pairs):
             later = set[Any]().union(*reads[index + 1 :])
-            given = {value for value in dying if value in reads[index] and value not in later}
-            passed |= given
+            ending = {value for value in dying if value in reads[index] and value not in later}
+            passed |= ending
             results = {
                 value: homes.get(result, result)
                 for result, value in zip(root.outputs, block.outputs, strict=True)
                 if value is not None and value not in block.inputs
             }
-            self.run(block, inner, results, given)
+            self.run(block, inner, results, ending)
         return passed
 
 
@@ -215,13 +215,13 @@ def _written(kernel: Kernel, last: Mapping[Value, int]) -> list[Value]:
 
 def _homes_of_operands(order: Sequence[Kernel], homes: Mapping[Value, Value]) -> dict[Value, Value]:
     """Return `homes` with those of the values that are updated in place on the way to a result."""
-    found = dict(homes)
+    all_homes = dict(homes)
     for kernel in reversed(order):
         for before, after in _in_place(kernel.root):
-            home = found.get(after)
+            home = all_homes.get(after)
             if home is not None and home is not before and before.bytes == after.bytes:
-                found.setdefault(before, home)
-    return found
+                all_homes.setdefault(before, home)
+    return all_homes
 
 
 def _in_place(op: Op) -> list[tuple[Value, Value]]:
@@ -277,15 +277,15 @@ def pack(buffers: Sequence[Buffer]) -> int:
 
 def _packed(buffers: Sequence[Buffer], key: Callable[[Buffer], tuple[int, ...]]) -> int:
     placed: list[tuple[int, int, Buffer]] = []  # from, to
-    for one in sorted(buffers, key=key):
-        free = found = 0
+    for buffer in sorted(buffers, key=key):
+        free = into = 0
         smallest = None
         for start, stop, other in placed:
-            if other.start <= one.end and one.start <= other.end:
+            if other.start <= buffer.end and buffer.start <= other.end:
                 gap = start - free
-                if gap >= one.size and (smallest is None or gap < smallest):
-                    smallest, found = gap, free
+                if gap >= buffer.size and (smallest is None or gap < smallest):
+                    smallest, into = gap, free
                 free = max(free, stop)
-        at = free if smallest is None else found
-        bisect.insort(placed, (at, at + one.size, one), key=lambda entry: entry[0])
+        at = free if smallest is None else into
+        bisect.insort(placed, (at, at + buffer.size, buffer), key=lambda entry: entry[0])
     return max((stop for _, stop, _ in placed), default=0)

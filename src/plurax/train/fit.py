@@ -255,7 +255,7 @@ def fit(
     `CheckpointError`, and `ReplicaError` for a device with faulty memory or arithmetic, before
     anything of it is saved.
     """
-    given = dict(locals())
+    arguments = dict(locals())
     cadence = checked_cadence(
         epochs, report_every, evaluate_every, checkpoint_every, check_replicas_every
     )
@@ -293,7 +293,7 @@ def fit(
         begin = functools.partial(start, program, checkpoints, source, seed, settings, rollbacks,
                                   called, (command or {}).get("named", ()))  # fmt: skip
         state, position, metrics = begin(resume)
-        log, history = open_log(stack, group, output, program, estimated, state, resume, given)
+        log, history = open_log(stack, group, output, program, estimated, state, resume, arguments)
         rollbacks.write(log, state.steps_taken)
         stop = stack.enter_context(StopSignals())
         bar = open_bar(stack, program, source.batches_per_epoch, cadence.epochs, max_steps, state,

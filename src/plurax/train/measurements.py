@@ -43,13 +43,13 @@ def estimate_run(
         raise errors.machine_wrong_type(machine)
     if program.members is not None:
         return None
-    found = estimate(program.task, optimizer, program.plan, like, machine)  # type: ignore[arg-type]
+    estimated = estimate(program.task, optimizer, program.plan, like, machine)  # type: ignore[arg-type]
     if not (isinstance(source, ArrayData) and stays_resident(program, source, resident)):
-        return found
+        return estimated
     plan, steps = program.plan, source.batches_per_epoch
     order = 4 * steps * (plan.padded_size(program.batch_size) // plan.data)  # 4: int32
-    memory = {**found.memory, "data": tree.byte_count(source.arrays) + order}
-    return dataclasses.replace(found, memory=memory)
+    memory = {**estimated.memory, "data": tree.byte_count(source.arrays) + order}
+    return dataclasses.replace(estimated, memory=memory)
 
 
 class Measurements(MetricsHook, EpochHook, EndHook):

@@ -120,7 +120,7 @@ def open_log(
     estimated: Estimate | None,
     state: TrainState,
     resume: bool,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> tuple[MetricsLog | None, list[Row]]:
     """Return the log, None in processes that write none, and the epochs it held before."""
     if output is None:
@@ -136,7 +136,7 @@ def open_log(
             warn(f"{log.path}: {damage[1]}", errors.DamagedLogWarning)
             log.write(damage_row(*damage))
         machine = estimated.machine if estimated else None
-        save_settings(program, machine, given, state.steps_taken, Path(output))
+        save_settings(program, machine, arguments, state.steps_taken, Path(output))
         return log.epochs
 
     history = list(group.on_primary(opened))

@@ -36,7 +36,7 @@ def labels(patterns: Mapping[str, str], default: str | None = None) -> Callable[
                     f"labels: the pattern {pattern!r} matches no parameter; their paths are "
                     f"{', '.join(names)}."
                 )
-        found = []
+        found_labels = []
         for name in names:
             matching = (one for text, one in patterns.items() if fnmatch.fnmatchcase(name, text))
             own = next(matching, default)
@@ -45,7 +45,7 @@ def labels(patterns: Mapping[str, str], default: str | None = None) -> Callable[
                     f"labels: no pattern matches the parameter {name!r}; add one, or give "
                     "labels(default=...)."
                 )
-            found.append(own)
-        return jax.tree.unflatten(jax.tree.structure(params), found)
+            found_labels.append(own)
+        return jax.tree.unflatten(jax.tree.structure(params), found_labels)
 
     return label

@@ -241,7 +241,7 @@ class PipelinedBackend(Backend):
             base.expanded(base.layout.shardings.params), is_leaf=is_sharding
         )
         values = []
-        for index, (array, leaf, one) in enumerate(
+        for index, (array, leaf, sharding) in enumerate(
             zip(
                 homes.values(params),
                 jax.tree.leaves(base.layout.like.params),
@@ -252,7 +252,7 @@ class PipelinedBackend(Backend):
             home, at = homes.locate(index)
             # Every device traces all stages, so it needs the specs of all parameters.
             here = homes.packings[home].leaves[at] if array is None else array
-            values.append(ShardedValue(here, leaf.shape, one, is_param=True))
+            values.append(ShardedValue(here, leaf.shape, sharding, is_param=True))
         is_frozen = frozen_leaves(self.task.frozen, base.layout.like.params)
         frozen = frozenset(index for index, yes in enumerate(is_frozen) if yes)
         return StageParams(values, homes.devices, homes.packings, params.stage_buffers, frozen)
@@ -389,21 +389,21 @@ class PipelinedBackend(Backend):
         """Return the leaves of a staged tree as inputs of a `StageUpdate`."""
         inputs: list[ShardedValue | StageTensor] = []
         shardings = jax.tree.leaves(self._base.expanded(shardings), is_leaf=is_sharding)
-        for index, (array, leaf, one) in enumerate(
+        for index, (array, leaf, sharding) in enumerate(
             zip(homes.values(staged), jax.tree.leaves(like), shardings, strict=True)
         ):
             if array is not None:
-                inputs.append(ShardedValue(array, leaf.shape, one))
+                inputs.append(ShardedValue(array, leaf.shape, sharding))
                 continue
             home, at = homes.locate(index)
             if home == NO_GRADIENT:
                 continue
 
             def read(
-                home: int = home, at: int = at, leaf: Any = leaf, one: Any = one
+                home: int = home, at: int = at, leaf: Any = leaf, sharding: Any = sharding
             ) -> ShardedValue:
                 (there,) = homes.packings[home].read(staged.stage_buffers, [at])
-                return ShardedValue(there, leaf.shape, one)
+                return ShardedValue(there, leaf.shape, sharding)
 
             inputs.append(StageTensor(home, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), read))
         return inputs

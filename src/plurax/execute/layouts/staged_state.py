@@ -135,11 +135,11 @@ class StagePlacement:
         }
 
         def branch(device: int) -> dict[int, Array]:
-            found = dict(
+            own_leaves = dict(
                 zip(self.own(device), self.packings[device].read(staged.stage_buffers), strict=True)
             )
             return {
-                index: found.get(index, jnp.zeros(like.shape, like.dtype))
+                index: own_leaves.get(index, jnp.zeros(like.shape, like.dtype))
                 for index, like in shapes.items()
             }
 
@@ -189,11 +189,11 @@ class StagedState(StateLayout):
         sizes = {axis: mesh.shape[axis] for axis in mesh.axis_names}
         like, shardings = inner.like, inner.shardings
         devices = sizes["pipeline"]
-        given = [ON_ALL if home is None else home for home in homes]
+        param_homes = [ON_ALL if home is None else home for home in homes]
         # A leaf of the optimizer state is placed with its parameter, even if its shape differs: the
         # row and column statistics of Adafactor.
         owner = match_opt_state_to_params(like.opt_state, like.params, dims=0)
-        kept = [given[n] if n >= 0 else ON_ALL for n in jax.tree.leaves(owner)]
+        kept = [param_homes[n] if n >= 0 else ON_ALL for n in jax.tree.leaves(owner)]
 
         def local(leaf: Any, one: Any) -> jax.ShapeDtypeStruct:
             # A device stores its shard of the padded tensor.
@@ -203,10 +203,10 @@ class StagedState(StateLayout):
         def of(tree: PyTree, shardings: PyTree, at: Sequence[int]) -> StagePlacement:
             return StagePlacement(jax.tree.map(local, tree, shardings), at, devices)
 
-        self.params = of(like.params, shardings.params, given)
+        self.params = of(like.params, shardings.params, param_homes)
         is_frozen = frozen_leaves(inner.frozen, like.params)
         with_gradient = [
-            NO_GRADIENT if no else home for home, no in zip(given, is_frozen, strict=True)
+            NO_GRADIENT if no else home for home, no in zip(param_homes, is_frozen, strict=True)
         ]
         self.shards = of(like.params, inner.shards, with_gradient)
         self.opt_state = of(like.opt_state, shardings.opt_state, kept)
@@ -309,13 +309,13 @@ class StagedState(StateLayout):
         """Return the sharding, size and device of each parameter."""
         return [self._with_home(index, one) for index, one in enumerate(self.inner.parameters())]
 
-    def _with_home(self, index: int, one: ParameterInfo) -> ParameterInfo:
+    def _with_home(self, index: int, info: ParameterInfo) -> ParameterInfo:
         home = self.params.homes[index]
         if home == ON_ALL:
-            return one
+            return info
         text = f"on device {home} of the pipeline"
-        note = f"{text}; {one.note}" if one.note else text
-        return dataclasses.replace(one, note=note, home=home)
+        note = f"{text}; {info.note}" if info.note else text
+        return dataclasses.replace(info, note=note, home=home)
 
     # --- On one device ------------------------------------------------------------------------
 

@@ -78,28 +78,28 @@ class StateShardings(StateLayout):
     ) -> None:
         self.like, self.frozen = like, frozen
         self._rules, self._axes = rules, axes
-        given = parameter_shardings(rules, like.params)
+        params = parameter_shardings(rules, like.params)
         if any(layered):
-            given = jax.tree.map(
+            params = jax.tree.map(
                 lambda sharding, yes: sharding.with_dim(0, ("pipeline",)) if yes else sharding,
-                given,
+                params,
                 jax.tree.unflatten(jax.tree.structure(like.params), layered),
                 is_leaf=is_sharding,
             )
-        self.shards = given
+        self.shards = params
         if plan.zero:
             self.shards = jax.tree.map(
                 lambda leaf, sharding, rows: zero_sharding(
                     leaf.shape, sharding, plan, stacked=rows
                 ),
                 like.params,
-                given,
+                params,
                 jax.tree.unflatten(jax.tree.structure(like.params), stacked),
             )
         whole = jax.tree.map(lambda leaf: TensorSharding.replicated(len(leaf.shape)), like)
         self.shardings = dataclasses.replace(
             whole,
-            params=self.shards if plan.zero == 3 else given,
+            params=self.shards if plan.zero == 3 else params,
             opt_state=opt_state_shardings(like.opt_state, like.params, self.shards),
         )
         if any(layered):
