@@ -3,7 +3,10 @@
 import importlib.util
 
 import jax
+import numpy as np
+import optax
 import pytest
+from tests import models
 
 import plurax as px
 from plurax.distributed.global_arrays import is_absent, put
@@ -78,3 +81,68 @@ def test_devices_that_are_here_are_not_absent():
     assert not is_absent(device)
     mesh = jax.make_mesh((1,), ("data",), devices=[device])
     assert put(1.0, replicated(mesh)).devices() == {device}
+
+
+# --- Functions of a program, compiled to be read --------------------------------------------------
+
+
+def arguments():
+    return models.mlp_task(), optax.sgd(0.1), px.Plan(data=2), models.data(8)
+
+
+WRONG = {
+    "epoch of nothing": ({"function": "epoch"}, "compiles the loop over data that are on the"),
+    "gradients of data": ({"function": "gradients", "data": 1}, "reads the batch alone, and data="),
+    "a step of data": ({"data": 1}, r"'predict' \(inputs\). Leave data out"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_data_that_a_function_does_not_read(name):
+    wrong, message = WRONG[name]
+    with pytest.raises(px.errors.BatchError, match=message):
+        px.analysis.compiled_for(*arguments(), "8xH100", **wrong)
+
+
+def test_a_function_that_there_is_not():
+    with pytest.raises(px.errors.ArgumentError, match="has to be one of 'step', 'epoch', 'grad"):
+        px.analysis.compiled_for(*arguments(), "8xH100", function="train")
+
+
+@pytest.mark.parametrize("members", [None, px.Members(3)])
+def test_what_is_traced_is_what_runs(members):
+    """The programs that are read compute what `gradients`, `evaluate` and `predict` return."""
+    task, optimizer, plan, batch = arguments()
+    program = px.compile(task, optimizer, plan, batch, members=members)
+    state = program.init()
+    states = (state.params, state.model_state)
+    inputs = {"x": batch["x"]}
+    own = program._functions.arguments
+
+    part = () if members else (np.int32(0),)
+    gradients = program.trace_gradients().lower().compile()
+    sums = gradients(state, *own, batch, np.int32(8), *part)
+    equal(sums, program.gradients(state, batch, first=None if members else 0))
+
+    predict = program.trace_predict(inputs).lower().compile()
+    outputs = program._functions.outputs(jax.device_get(predict(*states, *own, inputs)))
+    equal(outputs, program.predict(state, inputs))
+
+    evaluate = program.trace_evaluate().lower().compile()
+    totals = evaluate(*states, *own, batch, np.int32(8))
+    loss = np.float64(totals.loss) / np.float64(totals.weight)
+    np.testing.assert_array_equal(
+        program._functions.trim(loss), program.evaluate(state, batch)["loss"]
+    )
+
+
+def test_rows_of_a_traced_call():
+    program = px.compile(*arguments())
+    rows = {"x": jax.ShapeDtypeStruct((100, models.FEATURES), np.float32)}
+    for chunk, count in ((None, 8), (20, 20), (19, 20)):  # two devices share them
+        (traced,) = jax.tree.leaves(program.trace_predict(rows, chunk=chunk).out_info)
+        assert traced.shape == (count, models.CLASSES)
+
+
+def equal(got, want):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(want))

@@ -1,4 +1,4 @@
-"""Compile a step for a machine that is not here, and read what its compiler made of it.
+"""Compile for a machine that is not here, and read what its compiler made of it.
 
 A plan says what a step sends and holds; a compiler decides. It merges collectives, splits them,
 moves them out of loops, keeps arrays longer, and orders all of it. Example, a transformer under
@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import optax
@@ -27,29 +27,47 @@ from plurax import errors
 from plurax.analysis.compiled_schedule import CompiledSchedule, walk_schedule
 from plurax.analysis.estimate import human_seconds
 from plurax.collective import Collective
-from plurax.execute.compile import compile
+from plurax.execute.array_data import ArrayData
+from plurax.execute.check import check_kinds
 from plurax.execute.placement import leading_dim
 from plurax.execute.population import HyperFn
 from plurax.execute.program import Program
 from plurax.execute.recorder import record_step
 from plurax.hlo.live_values import held_at_peak
-from plurax.hlo.memory import Memory
+from plurax.hlo.memory import Memory, memory
 from plurax.hlo.text import Module, dims_of, dtype_of, parse
+from plurax.jaxpr.compat import open_jaxpr
 from plurax.machine import Machine
 from plurax.members import Members
+from plurax.mesh import make_mesh
 from plurax.notebook import html_table, text_table
 from plurax.plan import ZERO_TEXTS, Plan
 from plurax.targets import Target
 from plurax.task import Task
 from plurax.trace.clock import names_of
-from plurax.trace.collectives import every_collective
+from plurax.trace.collectives import collectives_of, every_collective
 from plurax.trace.compilers import rules_of
+from plurax.trace.flatten import Flattener
 from plurax.trace.liveness import peak_bytes
+from plurax.trace.step_trace import StepTrace, Value
 from plurax.tree import human_bytes
 from plurax.user_frames import is_users_file
 
 Key = tuple[str, str]
 """The kind of a collective, and its mesh axes."""
+
+Function = Literal["step", "epoch", "gradients", "evaluate", "predict"]
+"""A function of a program. Of an `epoch` its loop over data on the devices; `gradients` are those
+of a parameter server's worker."""
+
+_TIMED = {"step": "a step", "epoch": "a step of the loop"}
+"""How a call of a function is named, other than by its own name."""
+
+_TAKEN = {
+    "step": "state and batch", "gradients": "state and batch", "epoch": "state and data",
+    "evaluate": "parameters and batch", "predict": "parameters and inputs",
+}  # fmt: skip
+"""What a function takes."""
 
 MOST_HELD = 4
 """How many lines are printed of what a step holds, each with a hundredth of it at least."""
@@ -59,16 +77,16 @@ MOST_HELD = 4
 class ComparedCollectives:
     """The collectives of a step of one kind over the same mesh axes: planned, and as compiled.
 
-    **Fields:** `kind`, `axes`; `planned_count`, `planned_bytes` and `count`, `bytes`, in one step;
-    `dtypes`, as compiled; `in_loop`, how many of the `count` are in a loop; `asynchronous`, how
+    **Fields:** `kind`, `axes`; `planned_count`, `planned_bytes`, None where nothing says what is
+    planned (members), and `count`, `bytes`, in one step or one call of another function; `dtypes`, as compiled; `in_loop`, how many of the `count` are in a loop; `asynchronous`, how
     many are split, so that a device computes meanwhile; `seconds` of sending, and of these
     `hidden`.
     """
 
     kind: str
     axes: str
-    planned_count: int
-    planned_bytes: int
+    planned_count: int | None
+    planned_bytes: int | None
     count: int
     bytes: int
     dtypes: Sequence[str]
@@ -80,17 +98,17 @@ class ComparedCollectives:
     @property
     def differs(self) -> bool:
         """Whether more or fewer bytes are sent than planned."""
-        return self.bytes != self.planned_bytes
+        return self.planned_bytes is not None and self.bytes != self.planned_bytes
 
     def text(self) -> str:
         """Return what is sent in one line."""
         sent = f"{self.count} × {', '.join(self.dtypes)}, {human_bytes(self.bytes)}"
         if not self.count:
-            return f"planned {human_bytes(self.planned_bytes)}, and the compiler left it out"
+            return f"planned {human_bytes(self.planned_bytes or 0)}, and the compiler left it out"
         if self.differs:
-            sent += f" (planned {self.planned_count} ×, {human_bytes(self.planned_bytes)})"
+            sent += f" (planned {self.planned_count} ×, {human_bytes(self.planned_bytes or 0)})"
         share = self.hidden / self.seconds if self.seconds else 1.0
-        parts = [sent, f"{self.in_loop} in a loop" if self.in_loop else "once a step"]
+        parts = [sent, f"{self.in_loop} in a loop" if self.in_loop else "not in a loop"]
         parts.append(f"{human_seconds(self.seconds)}, {share:.0%} hidden")
         return ", ".join(parts)
 
@@ -118,15 +136,17 @@ class HeldValues:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CompiledFor:
-    """A step as the compiler of another machine made it; `compiled_for` returns it.
+    """A step, or another function, as the compiler of another machine made it; `compiled_for`
+    returns it.
 
     **Fields:**
 
-    - `program`: the compiled `Program`, which can be read and not run.
+    - `program`: the `Program`, which can be read and not run; `function`, which of its functions
+      this is, and `compiled`, that as JAX gives it, with `as_text()` and `cost_analysis()`.
     - `target`: the machine's name; `memory_limit`, bytes that one of its devices has.
     - `compile_seconds`: of tracing and compiling.
     - `memory`: bytes on a device, as the compiler reports them; `planned_peak`, as estimated before
-      compiling, None for members.
+      compiling, None for members and other functions than the step.
     - `held`: the values that take most of the temporaries' memory when the step holds most, the
       largest first, by a walk along the schedule.
     - `collectives`: planned beside compiled, by kind and mesh axes.
@@ -135,6 +155,8 @@ class CompiledFor:
     """
 
     program: Program
+    function: Function
+    compiled: jax.stages.Compiled
     target: str
     memory_limit: int
     compile_seconds: float
@@ -162,12 +184,12 @@ class CompiledFor:
             ("compiled in", human_seconds(self.compile_seconds)),
             ("memory of a device", f"{human_bytes(held.peak)} {verdict}{planned}"),
             *([("  should fit", f"Plan({self.lighter.sizes_text()})")] if self.lighter else []),
-            ("  state and batch", human_bytes(held.arguments)),
+            (f"  {_TAKEN[self.function]}", human_bytes(held.arguments)),
             ("  temporaries", human_bytes(held.temporaries)),
             *(
                 ("    of these", values.text())
                 for values in self.held[:MOST_HELD]
-                if values.bytes >= held.temporaries / 100
+                if 0 < held.temporaries / 100 <= values.bytes
             ),
             ("  results in memory of their own", human_bytes(held.outputs - held.aliased)),
             ("  code", human_bytes(held.code)),
@@ -176,7 +198,8 @@ class CompiledFor:
         if not self.collectives:
             rows.append(("sent", "nothing"))
         covered = f"an estimate; {schedule.covered:.0%} of the instructions have one"
-        rows.append(("a step", f"{human_seconds(schedule.seconds)}, {covered}"))
+        timed = _TIMED.get(self.function, self.function)
+        rows.append((timed, f"{human_seconds(schedule.seconds)}, {covered}"))
         rows.append(("  computing", human_seconds(schedule.computing)))
         if schedule.sending:
             sending, share = human_seconds(schedule.sending), f"{schedule.hidden:.0%}"
@@ -184,12 +207,14 @@ class CompiledFor:
         return [row for row in rows if row[1] != "0 B"]
 
     def _title(self) -> str:
-        return f"Plan({self.program.plan.sizes_text()}) compiled for {self.target}"
+        what = "" if self.function == "step" else f", {self.function},"
+        return f"Plan({self.program.plan.sizes_text()}){what} compiled for {self.target}"
 
     def __repr__(self) -> str:
         return (
-            f"CompiledFor({self._title()}: {human_seconds(self.schedule.seconds)} per step, "
-            f"{human_bytes(self.memory.peak)} per device)"
+            f"CompiledFor({self._title()}: {human_seconds(self.schedule.seconds)} for "
+            f"{_TIMED.get(self.function, self.function)}, {human_bytes(self.memory.peak)} per "
+            "device)"
         )
 
     def __str__(self) -> str:
@@ -207,39 +232,62 @@ def compiled_for(
     machine: str,
     *,
     members: Members | None = None,
+    function: Function = "step",
+    data: PyTree | ArrayData = None,
 ) -> CompiledFor:
     """Compile a step for a machine that is not here, and return what its compiler made of it.
 
     **Arguments:** as for `compile`; `machine`, a name as `plurax.topology` takes it.
 
+    - `function`: what is compiled in place of the step: `"epoch"`, the loop of `fit` over data on
+      the devices; `"gradients"`, what a worker of parameter servers computes; `"evaluate"`, a
+      chunk of an evaluation, without gradient; `"predict"`, the outputs for a batch.
+    - `data`: of an epoch the whole data set, for `predict` inputs, by default those of the batch:
+      arrays or `jax.ShapeDtypeStruct`s. Of an epoch also `plurax.train.ArrayData`, which says what
+      a smaller last batch becomes.
+
     Nothing is placed or run. A model of a billion parameters takes a minute on two cores.
 
-    Raises the errors of `compile` and of `plurax.topology`, and `OutOfMemoryError`, with the
-    compiler's figure, where the step does not fit a device.
+    Raises the errors of `compile` and of `plurax.topology`, `OutOfMemoryError`, with the compiler's
+    figure, where the function does not fit a device, `TaskError` for a task without `predict`, and
+    `BatchError` where `data` and `function` do not go together.
     """
     target = Target.of(machine)
+    _check_function(function, data)
+    check_kinds(task, optimizer, plan, members)
     started = time.perf_counter()
-    devices = target.devices()
+    mesh = make_mesh(plan, target.devices())
     limit = int(target.machine.memory)
+    reads: ArrayData | None = None
+    if function == "epoch":
+        reads = data if isinstance(data, ArrayData) else ArrayData(data, leading_dim(batch))
+        reads = reads.read_by(members) if members else reads
+    is_step, lighter = function == "step" and members is None, None
     try:
-        program = compile(task, optimizer, plan, batch, members=members, devices=devices)
+        program = Program(task, optimizer, plan, batch, mesh, members, reads if members else None)
+        traced, compiled = _compile(program, function, batch, reads if reads else data)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        lighter = None if members else _lighter(task, optimizer, plan, batch, target.machine)
-        raise _does_not_fit(plan, target, str(error), lighter) from None
+        if is_step:
+            lighter = _lighter(task, optimizer, plan, batch, target.machine)
+        raise _does_not_fit(function, plan, target, str(error), lighter) from None
     seconds = time.perf_counter() - started
-    planned, peak = [], None
+    planned: list[Collective] | None = None
+    peak = None
     if members is None:
         assert isinstance(task, Task)
         trace = record_step(task, optimizer, plan, batch)
-        planned = every_collective(trace)
-        peak = peak_bytes(trace, target.machine.platform)
-    module, held = parse(program.hlo()), program.memory()
+        planned = every_collective(trace) if traced is None else _planned(function, traced, trace)
+        peak = peak_bytes(trace, target.machine.platform) if is_step else None
+    module, held = parse(compiled.as_text() or ""), memory(compiled)
     schedule = walk_schedule(module, program.mesh, target.machine, target.clock)
-    fits = members is not None or held.peak <= limit
+    if is_step and held.peak > limit:
+        lighter = _lighter(task, optimizer, plan, batch, target.machine)
     return CompiledFor(
         program=program,
+        function=function,
+        compiled=compiled,
         target=target.name,
         memory_limit=limit,
         compile_seconds=seconds,
@@ -248,8 +296,61 @@ def compiled_for(
         held=_held(module),
         collectives=_compared(planned, schedule),
         schedule=schedule,
-        lighter=None if fits else _lighter(task, optimizer, plan, batch, target.machine),
+        lighter=lighter,
     )
+
+
+def _check_function(function: str, data: Any) -> None:
+    """Raise where there is no such function, or the data are not what it reads."""
+    if function not in get_args(Function):
+        names = ", ".join(map(repr, get_args(Function)))
+        raise errors.argument_misfits(
+            "plurax.analysis.compiled_for", "function", repr(function), f"one of {names}"
+        )
+    if function == "epoch" and data is None:
+        raise errors.BatchError(
+            "function='epoch' compiles the loop over data that are on the devices, and what it "
+            "sends and holds depends on their shapes. Give data=..., arrays or "
+            "jax.ShapeDtypeStructs with all examples."
+        )
+    if function not in ("epoch", "predict") and data is not None:
+        raise errors.BatchError(
+            f"function={function!r} reads the batch alone, and data=... is for 'epoch' (all "
+            "examples) and 'predict' (inputs). Leave data out."
+        )
+
+
+def _compile(
+    program: Program, function: Function, batch: PyTree, data: Any
+) -> tuple[jax.stages.Traced | None, jax.stages.Compiled]:
+    """Compile a function of a program; return it traced too where it is not the step or its loop.
+
+    **Arguments:** `data`, of an epoch an `ArrayData`, else inputs or None.
+    """
+    if function == "step":
+        return None, program.compiled_step
+    if function == "epoch":
+        # How long the loop is and how large its batches are is all that compiling reads.
+        order = () if program.members else program.place_epoch(*data.epoch_order(0))
+        return None, program.compile_loop(program.place_data(data.arrays), order)
+    if function == "gradients":
+        traced = program.trace_gradients(batch)
+    elif function == "evaluate":
+        traced = program.trace_evaluate()
+    else:
+        traced = program.trace_predict(batch if data is None else data)
+    return traced, traced.lower().compile()
+
+
+def _planned(
+    function: Function, traced: jax.stages.Traced, step: StepTrace
+) -> list[Collective] | None:
+    """Return the collectives of a traced function, on the mesh of a step and in its pipeline."""
+    pipeline = step.pipeline if function == "gradients" else None
+    jaxpr, _ = open_jaxpr(traced.jaxpr)
+    arguments = [Value(var.aval) for var in jaxpr.invars]
+    block = Flattener(step.plan.axes).block(jaxpr, arguments)
+    return collectives_of(block, step.plan.axes, pipeline)
 
 
 def _lighter(task: Any, optimizer: Any, plan: Plan, batch: PyTree, machine: Machine) -> Plan | None:
@@ -277,13 +378,13 @@ def _lighter(task: Any, optimizer: Any, plan: Plan, batch: PyTree, machine: Mach
 
 
 def _does_not_fit(
-    plan: Plan, target: Target, reason: str, lighter: Plan | None
+    function: str, plan: Plan, target: Target, reason: str, lighter: Plan | None
 ) -> errors.OutOfMemoryError:
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     used = next((line for line in lines if "Used" in line or "exceed" in line.lower()), lines[0])
     advice = f"Plan({lighter.sizes_text()}) should fit" if lighter else "A larger mesh needs less"
     return errors.OutOfMemoryError(
-        f"Plan({plan.sizes_text()}) does not fit {target.name}: its compiler says {used[:300]!r}. "
+        f"the {function} of Plan({plan.sizes_text()}) does not fit {target.name}: its compiler says {used[:300]!r}. "
         f"{advice}; plurax.search(task, optimizer, batch, machine) finds the fastest plan that "
         "fits."
     )
@@ -304,11 +405,12 @@ def _held(module: Module) -> list[HeldValues]:
 
 
 def _compared(
-    planned: Sequence[Collective], schedule: CompiledSchedule
+    planned: Sequence[Collective] | None, schedule: CompiledSchedule
 ) -> list[ComparedCollectives]:
     """Return planned and compiled collectives by kind and mesh axes."""
     plans: dict[Key, list[Collective]] = defaultdict(list)
-    for collective in planned:
+    known = planned is not None
+    for collective in planned or ():
         plans[_key(collective)].append(collective)
     compiled = defaultdict(list)
     for record in schedule.collectives:
@@ -320,8 +422,10 @@ def _compared(
         compared.append(
             ComparedCollectives(
                 *key,
-                planned_count=sum(one.trips or 1 for one in plans[key]),
-                planned_bytes=sum(one.bytes * (one.trips or 1) for one in plans[key]),
+                planned_count=sum(one.trips or 1 for one in plans[key]) if known else None,
+                planned_bytes=sum(one.bytes * (one.trips or 1) for one in plans[key])
+                if known
+                else None,
                 count=sum(counts),
                 bytes=sum(one.collective.bytes * n for one, n in zip(own, counts, strict=True)),
                 dtypes=sorted({one.dtype for one in own}),

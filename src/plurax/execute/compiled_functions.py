@@ -78,8 +78,8 @@ def abstract_data(data: PyTree, mesh: Mesh) -> PyTree:
     whole = replicated(mesh)
 
     def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
-        placed = isinstance(leaf, jax.Array) and leaf.sharding.device_set == whole.device_set
-        where = leaf.sharding if placed else whole
+        own = getattr(leaf, "sharding", None)
+        where = own if own is not None and own.device_set == whole.device_set else whole
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
         return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=where)
 
@@ -161,6 +161,12 @@ class CompiledFunctions:
     def gradients(self) -> Any:
         """The first half of a step."""
         return jax.jit(self._functions.gradients)
+
+    def trace_gradients(self) -> jax.stages.Traced:
+        """Trace the first half of a step; of one network for a part of a step's batch."""
+        first = (COUNT,) if self._functions.count is None else ()
+        rows = self._placement.abstract()
+        return self.gradients.trace(*_state(self._functions), rows, COUNT, *first)
 
     @functools.cached_property
     def apply(self) -> Any:

@@ -96,13 +96,17 @@ class Evaluator:
                 means[name] = value / weight
         return {k: float(v) if count is None and np.ndim(v) == 0 else v for k, v in means.items()}
 
-    @functools.cached_property
-    def compiled(self) -> jax.stages.Compiled:
-        """The compiled sums over a chunk: `(params, model_state, *arguments, rows, count)`."""
+    def trace(self) -> jax.stages.Traced:
+        """Trace the sums over a chunk: `(params, model_state, *arguments, rows, count)`."""
         rows = self._placement.abstract()
         check_evaluate(self._task, self._like, rows, self._functions.mesh)
         arguments = (*abstract_inference(self._functions), rows, COUNT)
-        return jax.jit(self._functions.evaluate).lower(*arguments).compile()
+        return jax.jit(self._functions.evaluate).trace(*arguments)
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled sums over a chunk."""
+        return self.trace().lower().compile()
 
     # --- From shapes alone --------------------------------------------------------------------
 

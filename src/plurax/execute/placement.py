@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
 from plurax import errors, tree
-from plurax.distributed.global_arrays import process_count, put
+from plurax.distributed.global_arrays import is_absent, process_count, put
 from plurax.sources.source import Column, Reading, Source
 
 MAX_ROWS = 2**31 - 1
@@ -304,8 +304,13 @@ def exactly(path: str, leaf: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def device_data(data: PyTree, sharding: NamedSharding) -> PyTree:
     """Put a whole data set on the devices, its values unchanged. Raises `BatchError`.
 
-    Where its rows are split over devices that do not divide them, the last rows are repeated.
+    Where its rows are split over devices that do not divide them, the last rows are repeated. For
+    devices that are not here data and result may be `jax.ShapeDtypeStruct`s.
     """
+    if is_absent(sharding.mesh.devices.flat[0]):
+        rows = leading_dim(data)
+        rows += -rows % sharding.mesh.shape["data"] if sharding.spec else 0
+        return Placement(data, rows, sharding).abstract()
     if sharding.spec:
         return _spread(data, sharding)
     leaves = [

@@ -72,6 +72,14 @@ class Predictor:
         self._padded_size = shards.padded_size
         self._known: dict[Any, tuple[Placement, jax.stages.Compiled]] = {}
 
+    def trace(self, inputs: PyTree, chunk: int | None) -> jax.stages.Traced:
+        """Trace the outputs of a call of `chunk` rows, by default the batch size.
+
+        Of the inputs the shapes and dtypes are read.
+        """
+        rows = _bounded(chunk or self._least, leading_dim(inputs))
+        return self._trace(self._placement(_like(inputs, rows), rows).abstract())
+
     def _trace(self, rows: PyTree) -> jax.stages.Traced:
         functions = self._functions
         check_predict(self._task, self._like, rows, functions.mesh)

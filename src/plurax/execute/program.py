@@ -309,7 +309,11 @@ class Program:
         return self._runner.loop(state, data, order, first, stop)
 
     def compile_loop(self, data: PyTree, order: tuple[Any, ...] = ()) -> jax.stages.Compiled:
-        """Return the compiled loop for data and orders of these shapes."""
+        """Return the compiled loop for data and orders of these shapes.
+
+        Of a loss that allows no padding it is that of the first size of a batch; those of the other
+        sizes are compiled too.
+        """
         return self._runner.compile_loop(data, order)
 
     def place_epoch(self, rows: Int[np.ndarray, "S B"], counts: Int[np.ndarray, "S"]) -> Placed:
@@ -319,7 +323,11 @@ class Program:
 
         - `rows`: `(S, B)`, the index of the example in each row of each step.
         - `counts`: `(S,)`, how many rows of each step are real; padding repeats them.
+
+        For devices that are not here the order stays as it is, for `compile_loop`.
         """
+        if is_absent(self.mesh.devices.flat[0]):
+            return Placed(np.asarray(rows), np.asarray(counts))
         return self._placement.place_order(rows, counts)
 
     def place_data(self, data: PyTree, *, spread: bool = False) -> PyTree:
@@ -365,6 +373,34 @@ class Program:
     def metric_names(self, *, evaluated: bool) -> list[str]:
         """Return the names of the metrics in the row of an epoch; `evaluated`, `eval_...` too."""
         return self._evaluator.metric_names(evaluated=evaluated)
+
+    # --- Compiling other functions than the step ----------------------------------------------
+
+    def trace_gradients(self, batch: PyTree = None) -> jax.stages.Traced:
+        """Trace `gradients` as a parameter server's worker calls it, and compute nothing.
+
+        `.lower().compile()` compiles what this returns. The worker's batch may be a part of a
+        step's, so the index of its first example is an argument (not of a population). `batch`,
+        arrays or `jax.ShapeDtypeStruct`s, matters where the loss allows no padding; by default it
+        is the largest.
+        """
+        like = self._placement.like if batch is None else batch
+        return self._runner.for_batch(like).compiled.trace_gradients()
+
+    def trace_evaluate(self) -> jax.stages.Traced:
+        """Trace the sums of `evaluate` over as many examples as a call of it takes.
+
+        `.lower().compile()` compiles what this returns. Raises as `evaluate` does.
+        """
+        return self._evaluator.trace()
+
+    def trace_predict(self, inputs: PyTree, *, chunk: int | None = None) -> jax.stages.Traced:
+        """Trace a call of `predict` for inputs like these, arrays or `jax.ShapeDtypeStruct`s.
+
+        `.lower().compile()` compiles what this returns. `chunk` is the number of rows of a call, by
+        default the batch size. Raises `TaskError` where the task has no `predict`.
+        """
+        return self._predictor.trace(inputs, chunk)
 
     # --- Reading the compiled program ---------------------------------------------------------
 

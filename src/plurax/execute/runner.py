@@ -74,6 +74,8 @@ class PaddedRunner:
 
     def compile_loop(self, data: PyTree, order: Order) -> jax.stages.Compiled:
         """Return the compiled loop."""
+        if order and isinstance(order[0], np.ndarray):  # of devices that are not here
+            order = self.placement.place_order(*order)
         return self.compiled.loop(data, order)
 
     def loop(
