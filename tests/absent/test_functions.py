@@ -123,7 +123,7 @@ def test_members_do_not_communicate(function, machine):
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_an_epoch_s_smaller_last_batch(machine):
-    """Padded rows change no loss, so one loop has both sizes; a coupled loss has a loop for each."""
+    """Where padding changes no loss a loop has both sizes; a coupled loss has a loop for each."""
     program = px.compile(
         task(), optax.adam(1e-3), px.Plan(data=4), rows(), devices=px.topology(machine)
     )

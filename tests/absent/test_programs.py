@@ -188,7 +188,10 @@ def test_a_step_that_does_not_fit_names_a_plan_that_does():
 
 
 def test_a_step_that_a_compiler_refuses_names_a_plan_too():
-    message = r"the step of Plan\(data=4\) does not fit v5e:2x2: its compiler says '.*exceeds available HBM.*Plan\(data=4, .*\) should fit; plurax"
+    message = (
+        r"the step of Plan\(data=4\) does not fit v5e:2x2: its compiler says "
+        r"'.*exceeds available HBM.*Plan\(data=4, .*\) should fit; plurax"
+    )
     with pytest.raises(px.errors.OutOfMemoryError, match=message):
         px.analysis.compiled_for(*too_large(2**20), "v5e:2x2")
 

@@ -78,9 +78,9 @@ class ComparedCollectives:
     """The collectives of a step of one kind over the same mesh axes: planned, and as compiled.
 
     **Fields:** `kind`, `axes`; `planned_count`, `planned_bytes`, None where nothing says what is
-    planned (members), and `count`, `bytes`, in one step or one call of another function; `dtypes`, as compiled; `in_loop`, how many of the `count` are in a loop; `asynchronous`, how
-    many are split, so that a device computes meanwhile; `seconds` of sending, and of these
-    `hidden`.
+    planned (members), and `count`, `bytes`, in one step or one call of another function; `dtypes`,
+    as compiled; `in_loop`, how many of the `count` are in a loop; `asynchronous`, how many are
+    split, so that a device computes meanwhile; `seconds` of sending, and of these `hidden`.
     """
 
     kind: str
@@ -384,9 +384,9 @@ def _does_not_fit(
     used = next((line for line in lines if "Used" in line or "exceed" in line.lower()), lines[0])
     advice = f"Plan({lighter.sizes_text()}) should fit" if lighter else "A larger mesh needs less"
     return errors.OutOfMemoryError(
-        f"the {function} of Plan({plan.sizes_text()}) does not fit {target.name}: its compiler says {used[:300]!r}. "
-        f"{advice}; plurax.search(task, optimizer, batch, machine) finds the fastest plan that "
-        "fits."
+        f"the {function} of Plan({plan.sizes_text()}) does not fit {target.name}: its "
+        f"compiler says {used[:300]!r}. {advice}; plurax.search(task, optimizer, "
+        "batch, machine) finds the fastest plan that fits."
     )
 
 
