@@ -57,12 +57,9 @@ Key = tuple[str, str]
 """The kind of a collective, and its mesh axes."""
 
 Function = Literal["step", "epoch", "gradients", "evaluate", "predict"]
-"""A function of a program. Of an `epoch` its loop over data on the devices; `gradients` are those
-of a parameter server's worker."""
+"""A function of a program; `compiled_for` says what each is."""
 
 _TIMED = {"step": "a step", "epoch": "a step of the loop"}
-"""How a call of a function is named, other than by its own name."""
-
 _TAKEN = {
     "step": "state and batch", "gradients": "state and batch", "epoch": "state and data",
     "evaluate": "parameters and batch", "predict": "parameters and inputs",
@@ -342,9 +339,7 @@ def _compile(
     return traced, traced.lower().compile()
 
 
-def _planned(
-    function: Function, traced: jax.stages.Traced, step: StepTrace
-) -> list[Collective] | None:
+def _planned(function: Function, traced: jax.stages.Traced, step: StepTrace) -> list[Collective]:
     """Return the collectives of a traced function, on the mesh of a step and in its pipeline."""
     pipeline = step.pipeline if function == "gradients" else None
     jaxpr, _ = open_jaxpr(traced.jaxpr)
@@ -409,7 +404,6 @@ def _compared(
 ) -> list[ComparedCollectives]:
     """Return planned and compiled collectives by kind and mesh axes."""
     plans: dict[Key, list[Collective]] = defaultdict(list)
-    known = planned is not None
     for collective in planned or ():
         plans[_key(collective)].append(collective)
     compiled = defaultdict(list)
@@ -422,10 +416,7 @@ def _compared(
         compared.append(
             ComparedCollectives(
                 *key,
-                planned_count=sum(one.trips or 1 for one in plans[key]) if known else None,
-                planned_bytes=sum(one.bytes * (one.trips or 1) for one in plans[key])
-                if known
-                else None,
+                *([None, None] if planned is None else _count_and_bytes(plans[key])),
                 count=sum(counts),
                 bytes=sum(one.collective.bytes * n for one, n in zip(own, counts, strict=True)),
                 dtypes=sorted({one.dtype for one in own}),
@@ -438,6 +429,11 @@ def _compared(
             )
         )
     return compared
+
+
+def _count_and_bytes(planned: Sequence[Collective]) -> tuple[int, int]:
+    trips = [one.trips or 1 for one in planned]
+    return sum(trips), sum(one.bytes * n for one, n in zip(planned, trips, strict=True))
 
 
 def _key(collective: Collective) -> Key:
