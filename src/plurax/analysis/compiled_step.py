@@ -411,12 +411,13 @@ def _compared(
         compiled[_key(record.collective)].append(record)
     compared = []
     for key in dict.fromkeys([*plans, *compiled]):
-        own = compiled[key]
+        own, total = compiled[key], (None, None) if planned is None else _total(plans[key])
         counts = [one.collective.trips or 1 for one in own]
         compared.append(
             ComparedCollectives(
                 *key,
-                *([None, None] if planned is None else _count_and_bytes(plans[key])),
+                planned_count=total[0],
+                planned_bytes=total[1],
                 count=sum(counts),
                 bytes=sum(one.collective.bytes * n for one, n in zip(own, counts, strict=True)),
                 dtypes=sorted({one.dtype for one in own}),
@@ -431,7 +432,8 @@ def _compared(
     return compared
 
 
-def _count_and_bytes(planned: Sequence[Collective]) -> tuple[int, int]:
+def _total(planned: Sequence[Collective]) -> tuple[int, int]:
+    """Return how many collectives run, and the bytes of their results."""
     trips = [one.trips or 1 for one in planned]
     return sum(trips), sum(one.bytes * n for one, n in zip(planned, trips, strict=True))
 
