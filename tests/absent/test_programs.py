@@ -12,6 +12,7 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -209,8 +210,18 @@ def test_members_do_not_communicate(machine):
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_program_for_devices_that_are_not_here_does_not_run(machine):
     program = compiled(machine, "data").program
-    for call in (lambda: program.init(seed=0), lambda: program.place(None)):
-        with pytest.raises(px.errors.PlanError, match="which are not here, so it has no state"):
+    batch = {name: np.zeros((ROWS, WIDTH), np.float32) for name in "xy"}
+    calls = (
+        lambda: program.init(seed=0), lambda: program.place(None),
+        lambda: program.step(None, batch), lambda: program.place_batch(batch),
+        lambda: program.evaluate(None, batch), lambda: program.predict(None, batch),
+        lambda: px.fit(
+            scanned_task(), optax.adam(1e-3), batch, batch_size=ROWS, plan=program.plan,
+            devices=px.topology(machine),
+        ),
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(px.errors.PlanError, match=r"^4 x .* no state, batch or data can be"):
             call()
 
 

@@ -9,6 +9,9 @@ import pytest
 from tests import models
 
 import plurax as px
+from plurax.checkpoint import Checkpoints
+from plurax.checkpoint.restore import restore
+from plurax.distributed import global_arrays
 from plurax.distributed.global_arrays import is_absent, put
 from plurax.machine import Machine, published
 from plurax.mesh import replicated
@@ -146,3 +149,45 @@ def test_rows_of_a_traced_call():
 
 def equal(got, want):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(want))
+
+
+# --- Nothing is placed on devices that are not here -----------------------------------------------
+
+REFUSED = r"^2 x cpu are described for their compiler .* To run, leave devices= out\.$"
+
+
+@pytest.mark.parametrize("members", [None, px.Members(3)])
+def test_every_method_that_places_or_runs_refuses(members, monkeypatch):
+    task, optimizer, plan, batch = arguments()
+    program = px.compile(task, optimizer, plan, batch, members=members)
+    state = program.init()
+    placed, sums = program.place_batch(batch), program.gradients(state, batch)
+    monkeypatch.setattr(program, "_absent", True)
+    calls = {
+        "init": (), "place": (state,), "step": (state, batch), "gradients": (state, batch),
+        "apply": (state, sums), "place_batch": (batch,), "step_placed": (state, placed),
+        "loop": (state, batch, (), 0, 1), "predict": (state, batch), "evaluate": (state, batch),
+    }  # fmt: skip
+    for name, values in calls.items():
+        with pytest.raises(px.errors.PlanError, match=REFUSED):
+            getattr(program, name)(*values)
+    assert program.memory().peak
+    assert program.hlo()
+
+
+def test_a_run_is_not_moved_away_for_devices_that_are_not_here(tmp_path, monkeypatch):
+    task, optimizer, plan, batch = arguments()
+    run = {"batch_size": 8, "plan": plan, "output": tmp_path / "run", "progress": False}
+    trained = px.fit(task, optimizer, batch, **run)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    monkeypatch.setattr(global_arrays, "is_absent", lambda device: True)
+    for choice in ({"restart": True}, {"resume": True}, {"output": tmp_path / "new"}):
+        with pytest.raises(px.errors.PlanError, match=REFUSED):
+            px.fit(task, optimizer, batch, **{**run, **choice}, devices=jax.devices()[:2])
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+    assert not (tmp_path / "new").exists()
+    with (
+        Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints,
+        pytest.raises(px.errors.PlanError, match=REFUSED),
+    ):
+        restore(trained.program, checkpoints)

@@ -57,7 +57,6 @@ Key = tuple[str, str]
 """The kind of a collective, and its mesh axes."""
 
 Function = Literal["step", "epoch", "gradients", "evaluate", "predict"]
-"""A function of a program; `compiled_for` says what each is."""
 
 _TIMED = {"step": "a step", "epoch": "a step of the loop"}
 _TAKEN = {
@@ -254,7 +253,6 @@ def compiled_for(
     check_kinds(task, optimizer, plan, members)
     started = time.perf_counter()
     mesh = make_mesh(plan, target.devices())
-    limit = int(target.machine.memory)
     reads: ArrayData | None = None
     if function == "epoch":
         reads = data if isinstance(data, ArrayData) else ArrayData(data, leading_dim(batch))
@@ -270,8 +268,8 @@ def compiled_for(
             lighter = _lighter(task, optimizer, plan, batch, target.machine)
         raise _does_not_fit(function, plan, target, str(error), lighter) from None
     seconds = time.perf_counter() - started
-    planned: list[Collective] | None = None
-    peak = None
+    planned: list[Collective] | None
+    planned, peak = None, None
     if members is None:
         assert isinstance(task, Task)
         trace = record_step(task, optimizer, plan, batch)
@@ -279,14 +277,14 @@ def compiled_for(
         peak = peak_bytes(trace, target.machine.platform) if is_step else None
     module, held = parse(compiled.as_text() or ""), memory(compiled)
     schedule = walk_schedule(module, program.mesh, target.machine, target.clock)
-    if is_step and held.peak > limit:
+    if is_step and held.peak > target.machine.memory:
         lighter = _lighter(task, optimizer, plan, batch, target.machine)
     return CompiledFor(
         program=program,
         function=function,
         compiled=compiled,
         target=target.name,
-        memory_limit=limit,
+        memory_limit=int(target.machine.memory),
         compile_seconds=seconds,
         memory=held,
         planned_peak=peak,

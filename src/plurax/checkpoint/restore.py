@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.checkpoint import Checkpoints
-from plurax.distributed.global_arrays import process_count, put
+from plurax.distributed.global_arrays import check_here, process_count, put
 from plurax.ensemble.select import join_members
 from plurax.execute.array_data import ArrayData
 from plurax.execute.check import check_kinds
@@ -93,6 +93,7 @@ def restore(
 
     Members that the checkpoint does not hold first catch up on `source`.
     """
+    check_here(program.mesh.devices.flat)
     if program.members is None:
         restored = checkpoints.restore(program.canonical_shapes)
         return None if restored is None else (program.place(restored[0]), restored[1])

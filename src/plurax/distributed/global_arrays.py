@@ -61,6 +61,13 @@ def is_absent(device: jax.Device) -> bool:
     return getattr(device.client, "runtime_type", "") == "compile_only_runtime"
 
 
+def check_here(devices: Iterable[jax.Device] | None) -> None:
+    """Raise `PlanError` for devices of which the first is not here (`plurax.topology`)."""
+    known = list(devices or ())
+    if known and is_absent(known[0]):
+        raise errors.devices_are_absent(len(known), known[0].device_kind)
+
+
 def described_devices(devices: Iterable[jax.Device]) -> list[str]:
     """Return the names of devices, of several processes each with its process."""
     if jax.process_count() == 1:

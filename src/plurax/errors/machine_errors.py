@@ -3,7 +3,17 @@
 from collections.abc import Iterable
 
 from plurax.errors import hints
-from plurax.errors.kinds import MachineError
+from plurax.errors.kinds import MachineError, PlanError
+
+
+def devices_are_absent(count: int, kind: str) -> PlanError:
+    return PlanError(
+        f"{count} x {kind} are described for their compiler (plurax.topology) and not here, so no "
+        "state, batch or data can be placed on them, and nothing runs. What is compiled for them "
+        "can be read: px.compile(...) has memory(), collectives() and hlo(), and "
+        "plurax.analysis.compiled_for(function=...) compiles epochs, gradients, evaluation and "
+        "prediction too. To run, leave devices= out."
+    )
 
 
 def machine_not_a_number(

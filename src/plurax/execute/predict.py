@@ -73,10 +73,7 @@ class Predictor:
         self._known: dict[Any, tuple[Placement, jax.stages.Compiled]] = {}
 
     def trace(self, inputs: PyTree, chunk: int | None) -> jax.stages.Traced:
-        """Trace the outputs of a call of `chunk` rows, by default the batch size.
-
-        Of the inputs the shapes and dtypes are read.
-        """
+        """Trace the outputs of `chunk` rows, by default the batch size, of inputs like these."""
         rows = _bounded(chunk or self._least, leading_dim(inputs))
         return self._trace(self._placement(_like(inputs, rows), rows).abstract())
 

@@ -82,6 +82,7 @@ class Program:
                 "def optimizer(hyper): return optax.adam(hyper['learning_rate'])."
             )
         self.task, self.mesh, self.members, self._optimizer = task, mesh, members, optimizer
+        self._absent = is_absent(mesh.devices.flat[0])
         # Shapes alone: a cached program must not keep anyone's data.
         self.data = None if data is None else data.abstract()
         self._placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
@@ -171,6 +172,7 @@ class Program:
 
         Raises `MembersError` for a seed or parameters where there are members.
         """
+        self._check_here()
         if self.members is not None:
             if seed is not None or params is not None:
                 argument = "seed" if params is None else "params"
@@ -179,10 +181,8 @@ class Program:
                     "with a seed of its own. Leave it out, and give the seeds to "
                     "plurax.Members(seeds)."
                 )
-            self._check_here()
             init = self._compiled.init_members(self._start)
             return init(*self._functions.arguments, self._start)
-        self._check_here()
         key = jax.random.key(check_seed(0 if seed is None else seed))
         state: TrainState = self._compiled.init(key, self._start)
         if params is None:
@@ -237,6 +237,7 @@ class Program:
 
         Raises `BatchError` for a batch or state that does not fit.
         """
+        self._check_here()
         runner = self._runner.for_batch(batch)
         return runner.step(state, runner.placement.fill(batch))
 
@@ -252,6 +253,7 @@ class Program:
 
     def gradients_call(self, state: TrainState, batch: PyTree, first: int | None) -> Any:
         """Return the jitted function and the arguments of `gradients`."""
+        self._check_here()
         check_not_donated(state)
         runner, functions = self._runner.for_batch(batch), self._functions
         part = () if first is None else (np.int32(first),)
@@ -265,6 +267,7 @@ class Program:
         `step(state, batch)`, bit for bit. (Of a pipeline the metric `grad_norm` may differ in its
         last bit: XLA adds up the stages' squares in another order.)
         """
+        self._check_here()
         check_not_donated(state)
         stored, functions = self.from_canonical(state), self._functions
         state, metrics = self._compiled.apply(stored, *functions.arguments, gradients)
@@ -275,12 +278,14 @@ class Program:
 
         NumPy arrays are copied. Where it is `local`, each process gives its own rows, equally many.
         """
+        self._check_here()
         if local:
             return self._placement.place_own(batch)
         return self._runner.for_batch(batch).placement.place(batch)
 
     def step_placed(self, state: TrainState, placed: Placed) -> tuple[TrainState, Metrics]:
         """Update the state from a batch that `place_batch` has put on the devices."""
+        self._check_here()
         return self._runner.for_rows(placed.rows).step(state, placed)
 
     @functools.cached_property
@@ -306,14 +311,12 @@ class Program:
         **Returns:** the state, and metrics `(S,)` of the epoch's S steps, zero outside the range;
         of members `(slots, MAX_STEPS_PER_CALL)`, of which the first `stop - first` columns are set.
         """
+        self._check_here()
         return self._runner.loop(state, data, order, first, stop)
 
     def compile_loop(self, data: PyTree, order: tuple[Any, ...] = ()) -> jax.stages.Compiled:
-        """Return the compiled loop for data and orders of these shapes.
-
-        Of a loss that allows no padding it is that of the first size of a batch; those of the other
-        sizes are compiled too.
-        """
+        """Return the compiled loop for data and orders of these shapes, of several batch sizes that
+        of the first where the loss allows no padding."""
         return self._runner.compile_loop(data, order)
 
     def place_epoch(self, rows: Int[np.ndarray, "S B"], counts: Int[np.ndarray, "S"]) -> Placed:
@@ -326,7 +329,7 @@ class Program:
 
         For devices that are not here the order stays as it is, for `compile_loop`.
         """
-        if is_absent(self.mesh.devices.flat[0]):
+        if self._absent:
             return Placed(np.asarray(rows), np.asarray(counts))
         return self._placement.place_order(rows, counts)
 
@@ -353,6 +356,7 @@ class Program:
 
         **Returns:** leaves `(N, ...)`, or of a population `(members, N, ...)`.
         """
+        self._check_here()
         states = (*self._states.for_inference(state), *self._functions.arguments)
         call = self._predictor.own if local else self._predictor
         return call(states, inputs, chunk)
@@ -363,6 +367,7 @@ class Program:
         `data` is a tree of arrays with any leading dim, or an iterable of such trees. Means are
         floats, or of a population arrays `(members,)`; metrics over the data may be arrays.
         """
+        self._check_here()
         states = (*self._states.for_inference(state), *self._functions.arguments)
         return self._evaluator(states, data)
 
@@ -379,26 +384,22 @@ class Program:
     def trace_gradients(self, batch: PyTree = None) -> jax.stages.Traced:
         """Trace `gradients` as a parameter server's worker calls it, and compute nothing.
 
-        `.lower().compile()` compiles what this returns. The worker's batch may be a part of a
-        step's, so the index of its first example is an argument (not of a population). `batch`,
-        arrays or `jax.ShapeDtypeStruct`s, matters where the loss allows no padding; by default it
-        is the largest.
+        `.lower().compile()` compiles what this returns. A worker's batch may be part of a step's:
+        the index of its first example is an argument (not of a population). `batch` matters where
+        the loss allows no padding; by default it is the largest.
         """
         like = self._placement.like if batch is None else batch
         return self._runner.for_batch(like).compiled.trace_gradients()
 
     def trace_evaluate(self) -> jax.stages.Traced:
-        """Trace the sums of `evaluate` over as many examples as a call of it takes.
-
-        `.lower().compile()` compiles what this returns. Raises as `evaluate` does.
-        """
+        """Trace the sums of `evaluate` over as many examples as a call of it takes."""
         return self._evaluator.trace()
 
     def trace_predict(self, inputs: PyTree, *, chunk: int | None = None) -> jax.stages.Traced:
         """Trace a call of `predict` for inputs like these, arrays or `jax.ShapeDtypeStruct`s.
 
-        `.lower().compile()` compiles what this returns. `chunk` is the number of rows of a call, by
-        default the batch size. Raises `TaskError` where the task has no `predict`.
+        `chunk` is the number of rows, by default the batch size. Raises `TaskError` where the task
+        has no `predict`.
         """
         return self._predictor.trace(inputs, chunk)
 
@@ -484,13 +485,8 @@ class Program:
 
     def _check_here(self) -> None:
         """Raise `PlanError` where the devices are those of `plurax.topology`."""
-        device = self.mesh.devices.flat[0]
-        if is_absent(device):
-            raise errors.PlanError(
-                f"this program is compiled for {self.mesh.size} x {device.device_kind}, which are "
-                "not here, so it has no state and no step. It can be read: memory(), "
-                "collectives(), hlo(), plurax.analysis.compiled_for. To run, leave devices= out."
-            )
+        if self._absent:
+            raise errors.devices_are_absent(self.mesh.size, self.mesh.devices.flat[0].device_kind)
 
     @property
     def _members(self) -> Members:

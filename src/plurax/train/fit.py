@@ -260,7 +260,7 @@ def fit(
         epochs, report_every, evaluate_every, checkpoint_every, check_replicas_every
     )
     seed = check_seed(seed)
-    plan = check_arguments(task, optimizer, plan, members, servers)
+    plan = check_arguments(task, optimizer, plan, members, servers, devices)
     rule = check_rollback(rollback, members, servers)
     called = Callbacks(callbacks)
     max_steps, few = check_limits(max_steps, max_seconds, fast_dev_run)

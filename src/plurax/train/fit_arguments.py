@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from plurax import errors, tree
+from plurax.distributed.global_arrays import check_here
 from plurax.execute.check import check_kinds
 from plurax.execute.placement import is_arrays
 from plurax.execute.program import Program
@@ -80,9 +81,17 @@ def output_folder(given: str | Path) -> Path:
 
 
 def check_arguments(
-    task: Any, optimizer: Any, plan: Plan, members: Members | None, servers: Servers | None
+    task: Any,
+    optimizer: Any,
+    plan: Plan,
+    members: Members | None,
+    servers: Servers | None,
+    devices: Sequence[jax.Device] | None,
 ) -> Plan:
-    """Raise for arguments of wrong kinds; return the plan, for the devices that are left."""
+    """Raise for arguments of wrong kinds, and for devices that are not here; return the plan, for
+    the devices that are left.
+    """
+    check_here(devices)
     check_kinds(task, optimizer, plan, members)
     check_servers(servers, task, plan, members)
     return plan_for_those_left(plan, task)
