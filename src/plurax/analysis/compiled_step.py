@@ -57,13 +57,9 @@ Key = tuple[str, str]
 """The kind of a collective, and its mesh axes."""
 
 Function = Literal["step", "epoch", "gradients", "evaluate", "predict"]
-
 _TIMED = {"step": "a step", "epoch": "a step of the loop"}
-_TAKEN = {
-    "step": "state and batch", "gradients": "state and batch", "epoch": "state and data",
-    "evaluate": "parameters and batch", "predict": "parameters and inputs",
-}  # fmt: skip
-"""What a function takes."""
+_TAKEN = {"epoch": "state and data", "evaluate": "parameters and batch",
+          "predict": "parameters and inputs"}  # fmt: skip
 
 MOST_HELD = 4
 """How many lines are printed of what a step holds, each with a hundredth of it at least."""
@@ -180,7 +176,7 @@ class CompiledFor:
             ("compiled in", human_seconds(self.compile_seconds)),
             ("memory of a device", f"{human_bytes(held.peak)} {verdict}{planned}"),
             *([("  should fit", f"Plan({self.lighter.sizes_text()})")] if self.lighter else []),
-            (f"  {_TAKEN[self.function]}", human_bytes(held.arguments)),
+            (f"  {_TAKEN.get(self.function, 'state and batch')}", human_bytes(held.arguments)),
             ("  temporaries", human_bytes(held.temporaries)),
             *(
                 ("    of these", values.text())
@@ -244,9 +240,8 @@ def compiled_for(
 
     Nothing is placed or run. A model of a billion parameters takes a minute on two cores.
 
-    Raises the errors of `compile` and of `plurax.topology`, `OutOfMemoryError`, with the compiler's
-    figure, where the function does not fit a device, `TaskError` for a task without `predict`, and
-    `BatchError` where `data` and `function` do not go together.
+    Raises as `compile` and `plurax.topology`, `OutOfMemoryError`, with the compiler's figure, where
+    it does not fit a device, and `BatchError` for `data` that the `function` does not read.
     """
     target = Target.of(machine)
     _check_function(function, data)
@@ -298,34 +293,20 @@ def compiled_for(
 def _check_function(function: str, data: Any) -> None:
     """Raise where there is no such function, or the data are not what it reads."""
     if function not in get_args(Function):
-        names = ", ".join(map(repr, get_args(Function)))
-        raise errors.argument_misfits(
-            "plurax.analysis.compiled_for", "function", repr(function), f"one of {names}"
-        )
+        raise errors.function_unknown(function, get_args(Function))
     if function == "epoch" and data is None:
-        raise errors.BatchError(
-            "function='epoch' compiles the loop over data that are on the devices, and what it "
-            "sends and holds depends on their shapes. Give data=..., arrays or "
-            "jax.ShapeDtypeStructs with all examples."
-        )
+        raise errors.epoch_without_data()
     if function not in ("epoch", "predict") and data is not None:
-        raise errors.BatchError(
-            f"function={function!r} reads the batch alone, and data=... is for 'epoch' (all "
-            "examples) and 'predict' (inputs). Leave data out."
-        )
+        raise errors.function_reads_no_data(function)
 
 
 def _compile(
     program: Program, function: Function, batch: PyTree, data: Any
 ) -> tuple[jax.stages.Traced | None, jax.stages.Compiled]:
-    """Compile a function of a program; return it traced too where it is not the step or its loop.
-
-    **Arguments:** `data`, of an epoch an `ArrayData`, else inputs or None.
-    """
+    """Compile a function of a program; return it traced too unless it is a step or a loop."""
     if function == "step":
         return None, program.compiled_step
     if function == "epoch":
-        # How long the loop is and how large its batches are is all that compiling reads.
         order = () if program.members else program.place_epoch(*data.epoch_order(0))
         return None, program.compile_loop(program.place_data(data.arrays), order)
     if function == "gradients":
@@ -339,11 +320,9 @@ def _compile(
 
 def _planned(function: Function, traced: jax.stages.Traced, step: StepTrace) -> list[Collective]:
     """Return the collectives of a traced function, on the mesh of a step and in its pipeline."""
-    pipeline = step.pipeline if function == "gradients" else None
-    jaxpr, _ = open_jaxpr(traced.jaxpr)
-    arguments = [Value(var.aval) for var in jaxpr.invars]
-    block = Flattener(step.plan.axes).block(jaxpr, arguments)
-    return collectives_of(block, step.plan.axes, pipeline)
+    jaxpr, axes = open_jaxpr(traced.jaxpr)[0], step.plan.axes
+    block = Flattener(axes).block(jaxpr, [Value(var.aval) for var in jaxpr.invars])
+    return collectives_of(block, axes, step.pipeline if function == "gradients" else None)
 
 
 def _lighter(task: Any, optimizer: Any, plan: Plan, batch: PyTree, machine: Machine) -> Plan | None:
