@@ -293,11 +293,21 @@ def compiled_for(
 def _check_function(function: str, data: Any) -> None:
     """Raise where there is no such function, or the data are not what it reads."""
     if function not in get_args(Function):
-        raise errors.function_unknown(function, get_args(Function))
+        raise errors.ArgumentError(
+            f"plurax.analysis.compiled_for(function={function!r}): function has to be one of "
+            f"{', '.join(map(repr, get_args(Function)))}."
+        )
     if function == "epoch" and data is None:
-        raise errors.epoch_without_data()
+        raise errors.BatchError(
+            "function='epoch' compiles the loop over data that are on the devices, and what it "
+            "sends and holds depends on their shapes. Give data=..., arrays or "
+            "jax.ShapeDtypeStructs with all examples."
+        )
     if function not in ("epoch", "predict") and data is not None:
-        raise errors.function_reads_no_data(function)
+        raise errors.BatchError(
+            f"function={function!r} reads the batch alone, and data=... is for 'epoch' (all "
+            "examples) and 'predict' (inputs). Leave data out."
+        )
 
 
 def _compile(

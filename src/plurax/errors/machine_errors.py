@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from plurax.errors import hints
-from plurax.errors.kinds import ArgumentError, BatchError, MachineError, PlanError
+from plurax.errors.kinds import MachineError, PlanError
 
 
 def devices_are_absent(count: int, kind: str) -> PlanError:
@@ -13,28 +13,6 @@ def devices_are_absent(count: int, kind: str) -> PlanError:
         "can be read: px.compile(...) has memory(), collectives() and hlo(), and "
         "plurax.analysis.compiled_for(function=...) compiles epochs, gradients, evaluation and "
         "prediction too. To run, leave devices= out."
-    )
-
-
-def function_unknown(function: object, known: Iterable[str]) -> ArgumentError:
-    return ArgumentError(
-        f"plurax.analysis.compiled_for(function={function!r}): function has to be one of "
-        f"{', '.join(map(repr, known))}."
-    )
-
-
-def epoch_without_data() -> BatchError:
-    return BatchError(
-        "function='epoch' compiles the loop over data that are on the devices, and what it sends "
-        "and holds depends on their shapes. Give data=..., arrays or jax.ShapeDtypeStructs with "
-        "all examples."
-    )
-
-
-def function_reads_no_data(function: str) -> BatchError:
-    return BatchError(
-        f"function={function!r} reads the batch alone, and data=... is for 'epoch' (all examples) "
-        "and 'predict' (inputs). Leave data out."
     )
 
 
