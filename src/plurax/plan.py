@@ -30,7 +30,7 @@ else:
 
 Remat = Literal["none", "dots", "full", "offload"]
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+ScheduleName = Literal["gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1"]
 
 MOST_PARTS = 2**16
 """Parts into which any batch may be split; more need an example each."""

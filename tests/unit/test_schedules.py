@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import plurax as px
 from plurax.pipeline.schedule import (
+    KINDS,
     SCHEDULES,
     Action,
     Schedule,
@@ -17,15 +18,15 @@ from plurax.pipeline.schedule import (
     make_schedule,
     one_f_one_b,
 )
-from plurax.pipeline.simulation import simulate
+from plurax.pipeline.simulation import lockstep_seconds, simulate
 from plurax.pipeline.slots import FIELDS, make_slot_table
 from plurax.pipeline.stages import LayerAssignment, even_layers
 
-KINDS = {"F": 1, "B": 2, "W": 3}
 # The idle part of all devices' time: p devices, m microbatches, v stages on each.
 BUBBLES = {
     "gpipe": lambda p, m, v: (p - 1) / (m + p - 1),
     "1f1b": lambda p, m, v: (p - 1) / (m + p - 1),
+    "eager-1f1b": lambda p, m, v: (p - 1) / (m + p - 1),
     "interleaved": lambda p, m, v: (p - 1) / (v * m + p - 1),
     "zb-h1": lambda p, m, v: (p - 1) / (3 * m + p - 1),
 }
@@ -33,6 +34,7 @@ BUBBLES = {
 STORED = {
     "gpipe": lambda p, m, v, d: m,
     "1f1b": lambda p, m, v, d: min(p - d, m),
+    "eager-1f1b": lambda p, m, v, d: min(2 * (p - d) - 1, m),
     "interleaved": lambda p, m, v, d: min(2 * (p - d - 1) + (v - 1) * p + 1, m * v),
     "zb-h1": lambda p, m, v, d: min(p, m),
 }
@@ -56,10 +58,13 @@ def test_every_schedule_keeps_the_contract(name, p, m, v):
     everything = {Action(k, i, c) for k in kinds for i in range(m) for c in range(v)}
     done = {}
     for tick, column in enumerate(schedule.ticks):
-        for device, work in enumerate(column):
-            if work is not None:
+        for device, actions in enumerate(column):
+            assert "".join(action.kind for action in actions) in (*"FBW", "", "FB" * schedule.pairs)
+            for work in actions:
                 assert (device, work) not in done
-                assert all(done[need] < tick for need in schedule.dependencies(device, work))
+                for other, need in schedule.dependencies(device, work):
+                    together = other == device and schedule.pairs and need in actions
+                    assert done[other, need] < tick + together
                 done[device, work] = tick
     assert done.keys() == {(d, w) for d in range(p) for w in everything}
     check_schedule(schedule)
@@ -87,13 +92,17 @@ def test_no_slot_holds_two_things(name, p, m, v):
 
     assert len(table.columns) == len(schedule.ticks)
     for tick, column in enumerate(schedule.ticks):
-        row = [dict(zip(FIELDS, table.columns[tick, d], strict=True)) for d in range(p)]
-        for device, work in enumerate(column):
-            at = row[device]
-            if work is None:
-                assert at["kind"] == 0
-                continue
-            assert (at["kind"], at["microbatch"], at["chunk"]) == (KINDS[work.kind], *work[1:])
+        row = [
+            {kind: dict(zip(FIELDS, table.columns[tick, d, index], strict=True))
+             for index, kind in enumerate(KINDS)}
+            for d in range(p)
+        ]  # fmt: skip
+        run = {(device, work.kind) for device, actions in enumerate(column) for work in actions}
+        assert run == {(d, kind) for d in range(p) for kind in KINDS if row[d][kind]["runs"]}
+        work_of = [(device, work) for device, actions in enumerate(column) for work in actions]
+        for device, work in work_of:
+            at = row[device][work.kind]
+            assert (at["microbatch"], at["chunk"]) == work[1:]
             one = (device, work.microbatch, work.chunk)
             has_fn = schedule.stage(device, work) in fn_stages
             stores = ["layer_residuals"] + ["fn_residuals"] * has_fn
@@ -116,32 +125,40 @@ def test_no_slot_holds_two_things(name, p, m, v):
                     put(store, device, at[store], one)
                 if work.kind == "W":
                     assert held.pop((store, device, at[store])) == one
-        for device, work in enumerate(column):
-            if work is None or work.kind == "W":
+        for device, work in work_of:
+            if work.kind == "W":
                 continue
             step = 1 if work.kind == "F" else -1
             stage = schedule.stage(device, work) + step
             if 0 <= stage < schedule.stages:
                 chunk, other = divmod(stage, p)
                 store = "x" if work.kind == "F" else "cotangent"
-                put(store, other, row[other][f"arriving_{store}"], work._replace(chunk=chunk))
+                put(
+                    store,
+                    other,
+                    row[other][work.kind][f"arriving_{store}"],
+                    work._replace(chunk=chunk),
+                )
     assert (held, most) == ({}, table.slots)
 
 
 def test_the_table_of_two_devices():
     """By hand, one microbatch: F on both, then B on both; where nothing arrives, the last slot."""
     table = make_slot_table(one_f_one_b(2, 1), [0])
-    none = {"kind": 0, "arriving_x": 1, "arriving_cotangent": 1}
+    none = {"runs": 0, "arriving_x": 1, "arriving_cotangent": 1}
+    runs = {**none, "runs": 1}
     expected = [
-        [{"kind": 1, "arriving_x": 1, "arriving_cotangent": 1}, {**none, "arriving_x": 0}],
-        [none, {**none, "kind": 1}],
-        [{**none, "arriving_cotangent": 0}, {**none, "kind": 2}],
-        [{**none, "kind": 2}, none],
+        [{"F": runs}, {"F": {**none, "arriving_x": 0}}],
+        [{}, {"F": runs}],
+        [{"B": {**none, "arriving_cotangent": 0}}, {"B": runs}],
+        [{"B": runs}, {}],
     ]
     rows = [
-        [dict.fromkeys(FIELDS, 0) | fields for fields in tick] for tick in expected
-    ]  # fmt: skip
-    assert table.columns.tolist() == [[[*one.values()] for one in tick] for tick in rows]
+        [[dict.fromkeys(FIELDS, 0) | device.get(kind, none) for kind in KINDS] for device in tick]
+        for tick in expected
+    ]
+    columns = [[[[*row.values()] for row in device] for device in tick] for tick in rows]
+    assert table.columns.tolist() == columns
     weights = {"layer_weight_residuals": 0, "fn_weight_residuals": 0}
     residuals = {"layer_residuals": 1, "fn_residuals": 1, **weights}
     assert table.slots == {**residuals, "x": 1, "cotangent": 1}
@@ -159,6 +176,21 @@ def test_lockstep_costs_nothing_where_all_work_takes_as_long():
     assert together.bubble == pytest.approx(ideal.bubble)
     ideal, together = (simulate(make_schedule("1f1b", 4, 8), lockstep=b) for b in (False, True))
     assert together.bubble > ideal.bubble
+
+
+@pytest.mark.parametrize("backward", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 8), (4, 3), (4, 16), (8, 16), (8, 64)])
+def test_lockstep_costs_nothing_where_a_tick_has_a_forward_and_a_backward(p, m, backward):
+    """Also with `remat="full"`, whose backward takes three times as long as the forward."""
+    takes = {"F": 1.0, "B": backward}
+    schedule = make_schedule("eager-1f1b", p, m)
+    together = lockstep_seconds(schedule, lambda device, action: takes[action.kind])
+    assert together == (m + p - 1) * (1 + backward)
+    kinds = {"forward": 1.0, "backward": backward, "weight": 0.0}
+    free = simulate(make_schedule("1f1b", p, m), **kinds)
+    assert together == pytest.approx(free.length)
+    assert simulate(schedule, **kinds, lockstep=True).length == together
+    assert len(schedule.ticks) == m + 2 * (p - 1)
 
 
 def test_what_exchanges_cost_is_in_the_timeline():

@@ -109,7 +109,8 @@ def record_steady_step(
     """
     size, few = leading_dim(batch), max(16, 2 * plan.pipeline)
     # GPipe stores them all; and whole microbatches only, or the rows of one would differ.
-    whole = size % plan.microbatches == 0 and plan.schedule in ("1f1b", "interleaved", "zb-h1")
+    named = isinstance(plan.schedule, str) and plan.schedule != "gpipe"
+    whole = size % plan.microbatches == 0 and named
     if plan.pipeline == 1 or plan.microbatches <= few or not whole:
         return record_step(task, optimizer, plan, batch)
     less = jax.tree.map(

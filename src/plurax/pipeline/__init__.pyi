@@ -1,6 +1,7 @@
 from plurax.pipeline.schedule import Action as Action
 from plurax.pipeline.schedule import Schedule as Schedule
 from plurax.pipeline.schedule import check_schedule as check_schedule
+from plurax.pipeline.schedule import eager_one_f_one_b as eager_one_f_one_b
 from plurax.pipeline.schedule import gpipe as gpipe
 from plurax.pipeline.schedule import interleaved as interleaved
 from plurax.pipeline.schedule import make_schedule as make_schedule

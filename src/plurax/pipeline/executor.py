@@ -1,9 +1,9 @@
 """Run a pipeline schedule on each device, inside `jax.shard_map`.
 
-All devices run one SPMD program, yet in each tick each device runs a different action of the
-schedule (`pipeline/schedule.py`), on a different microbatch and stage. The actions, and the buffer
-slots that they read and write, are therefore data: an int32 table `(ticks, devices, fields)`
-(`pipeline/slots.py`). One `lax.scan` over the ticks reads this device's row and runs:
+All devices run one SPMD program, yet in each tick each device runs different actions of the
+schedule (`pipeline/schedule.py`), on different microbatches and stages. The actions, and the buffer
+slots that they read and write, are therefore data: an int32 table `(ticks, devices, kinds, fields)`
+(`pipeline/slots.py`). One `lax.scan` over the ticks reads this device's rows and runs:
 
     for each tick:
         F: read x, the boundary activation; apply the stage; store the residuals in their slot
@@ -53,7 +53,7 @@ from plurax.partition.partitioner import Partitioner
 from plurax.partition.values import ShardedValue
 from plurax.pipeline.packing import Buffers, max_lengths, zeros
 from plurax.pipeline.schedule import Schedule
-from plurax.pipeline.slots import FIELDS, KIND, make_slot_table
+from plurax.pipeline.slots import FIELDS, make_slot_table
 from plurax.pipeline.stage_values import PackedValues, StageParams, replicated_value
 from plurax.pipeline.stage_vjp import Inputs, Values
 from plurax.pipeline.stage_vjps import StageVjps
@@ -178,43 +178,43 @@ class ScheduleExecutor:
         }
 
     def _tick(self, carry: Carry, columns: Array) -> Carry:
-        row = lax.dynamic_index_in_dim(columns, self.device, keepdims=False)
-        action = dict(zip(FIELDS, row, strict=True))
-        action["stage"] = action["chunk"] * self.schedule.devices + self.device
+        rows = lax.dynamic_index_in_dim(columns, self.device, keepdims=False)
+        forward, backward, weight = (dict(zip(FIELDS, row, strict=True)) for row in rows)
+        for action in (forward, backward, weight):
+            action["stage"] = action["chunk"] * self.schedule.devices + self.device
         # Each action reads and overwrites `x` or `cotangent` in place, so the tick starts by
         # loading its slot. On an idle tick this loads any slot, and nobody reads the result.
-        carry = {**carry, "x": _row(carry["arrived_x"], action["x"])}
-        carry = self._run_action(carry, action, KIND["F"], self._fn_forward, self._layer_forward)
+        carry = {**carry, "x": _row(carry["arrived_x"], forward["x"])}
+        carry = self._run_action(carry, forward, self._fn_forward, self._layer_forward)
         if self.vjps.backward:
-            carry["cotangent"] = _row(carry["arrived_cotangent"], action["cotangent"])
+            carry["cotangent"] = _row(carry["arrived_cotangent"], backward["cotangent"])
             back = (
                 (self._fn_input_gradient, self._layer_input_gradient)
                 if self.schedule.split
                 else (self._fn_backward, self._layer_backward)
             )
-            carry = self._run_action(carry, action, KIND["B"], *back, reverse=True)
+            carry = self._run_action(carry, backward, *back, reverse=True)
             if self.schedule.split:
-                weight = self._fn_weight_gradient, self._layer_weight_gradient
-                carry = self._run_action(carry, action, KIND["W"], *weight)
-        return self._exchange(carry, action)
+                of_weights = self._fn_weight_gradient, self._layer_weight_gradient
+                carry = self._run_action(carry, weight, *of_weights)
+        return self._exchange(carry, {"x": forward, "cotangent": backward})
 
     def _run_action(
         self,
         carry: Carry,
         action: Carry,
-        kind: int,
         run_fn: Callable[[Carry, Carry, int], Carry],
         run_layer: Callable[[Carry, Carry, Array], Carry],
         *,
         reverse: bool = False,
     ) -> Carry:
-        """Run this tick's action on the parts of its stage if the action is of this `kind`.
+        """Run this tick's action of a kind on the parts of its stage, if there is one.
 
         The parts are, in order: a `StageFn` before the layers (an embedding), by
         `run_fn(carry, action, stage)`; the layers, each by `run_layer(carry, action, k)`; and a
         `StageFn` after them (a head). `reverse` runs them in reverse order, for B.
         """
-        mine = action["kind"] == kind
+        mine = action["runs"] == 1
         if self._live is not None:
             mine &= action["microbatch"] < self._live
 
@@ -238,7 +238,7 @@ class ScheduleExecutor:
             carry = _repeat(jnp.where(mine, count, 0), run_one, carry, times=times)
         return run_fns(carry, after=not reverse)
 
-    def _exchange(self, carry: Carry, action: Carry) -> Carry:
+    def _exchange(self, carry: Carry, sent_by: Mapping[str, Carry]) -> Carry:
         """Send `x` and the cotangent to the neighbours; store what arrives in its slot.
 
         The table was computed ahead, so the receiver knows the slot without a message: the field
@@ -255,10 +255,10 @@ class ScheduleExecutor:
             if name == "cotangent" and not self.vjps.backward:
                 continue
             arrived = dict(carry[f"arrived_{name}"])
+            where = (sent_by[name][f"arriving_{name}"], jnp.int32(0))
             for dtype, buffer in carry[name].items():
                 permute = functools.partial(lax.ppermute, axis_name="pipeline", perm=pairs)
                 received = moved(permute, buffer, self.vjps.partitioner.axes)
-                where = (action[f"arriving_{name}"], jnp.int32(0))
                 arrived[dtype] = lax.dynamic_update_slice(arrived[dtype], received[None], where)
             carry[f"arrived_{name}"] = arrived
         return carry

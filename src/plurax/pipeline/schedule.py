@@ -66,7 +66,8 @@ class Action(NamedTuple):
 class Schedule:
     """The actions of each device of a pipeline, in order.
 
-    **Fields:** `name`; `actions`, for each device its `Action`s.
+    **Fields:** `name`; `actions`, for each device its `Action`s; `pairs`, whether a device runs a
+    forward and the backward behind it in the same tick.
 
     >>> print(one_f_one_b(devices=2, microbatches=3))
     F0 F1 B0 F2 B1 B2
@@ -75,6 +76,7 @@ class Schedule:
 
     name: str
     actions: tuple[tuple[Action, ...], ...]
+    pairs: bool = False
 
     @classmethod
     def parse(cls, lines: Sequence[str], name: str = "by hand") -> "Schedule":
@@ -107,12 +109,15 @@ class Schedule:
         return any(action.kind == "W" for line in self.actions for action in line)
 
     @functools.cached_property
-    def ticks(self) -> list[tuple[Action | None, ...]]:
-        """For each tick the action of each device, or None where it is idle.
+    def ticks(self) -> list[tuple[tuple[Action, ...], ...]]:
+        """For each tick the actions of each device: none, one, or with `pairs` an F and then a B.
 
         Each action runs in the first tick in which it can: after the device's previous action, and
         after the ticks of all actions that it depends on (a send takes until the next tick). Raises
         `PlanError` where devices wait for each other for ever.
+
+        >>> [" ".join(map(str, first)) for first, _ in eager_one_f_one_b(2, 3).ticks]
+        ['F0', 'F1', 'F2 B0', 'B1', 'B2']
         """
         return _ticks(self)
 
@@ -168,6 +173,27 @@ def one_f_one_b(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
         warm = min(microbatches, devices - device - 1)
         lines.append(_in_turns(_numbered("F", microbatches), _numbered("B", microbatches), warm))
     return Schedule("1f1b", tuple(lines))
+
+
+def eager_one_f_one_b(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """Return eager 1F1B: as many forwards ahead as a cotangent takes to come back (Zhuang et al.
+    2022, https://arxiv.org/abs/2211.05322), and in each tick a forward and a backward.
+
+        tick        0    1      2       3       4           2 devices, 3 microbatches
+        device 0    F0   F1     F2 B0   B1      B2
+        device 1    -    F0 B0  F1 B1   F2 B2   -
+
+    A tick of 1F1B, in which some devices run forwards and others backwards, takes as long as the
+    slower of the two; here every device runs both, and none waits for another. Bubble as GPipe's,
+    in lockstep too; device `d` of `p` stores the activations of at most `2 (p - d) - 1`
+    microbatches, about twice as many as under 1F1B.
+    """
+    _check_sizes("eager-1f1b", devices, microbatches, chunks)
+    lines = []
+    for device in range(devices):
+        warm = min(microbatches, 2 * (devices - device - 1))
+        lines.append(_in_turns(_numbered("F", microbatches), _numbered("B", microbatches), warm))
+    return Schedule("eager-1f1b", tuple(lines), pairs=True)
 
 
 def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -233,6 +259,7 @@ def zb_h1(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
 # To add a schedule: a function here, and its name in `plan.ScheduleName`; a search then tries it.
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "1f1b": one_f_one_b,
+    "eager-1f1b": eager_one_f_one_b,
     "interleaved": interleaved,
     "gpipe": gpipe,
     "zb-h1": zb_h1,
@@ -344,7 +371,7 @@ def check_forwards_in_order(schedule: Schedule) -> None:
             last[action.chunk] = action
 
 
-def _ticks(schedule: Schedule) -> list[tuple[Action | None, ...]]:
+def _ticks(schedule: Schedule) -> list[tuple[tuple[Action, ...], ...]]:
     at = [0] * schedule.devices
     ticks_of: dict[tuple[int, Action], int] = {}
     last = [-1] * schedule.devices
@@ -358,7 +385,13 @@ def _ticks(schedule: Schedule) -> list[tuple[Action | None, ...]]:
             if missing is not None:
                 waiting.setdefault(missing, []).append(device)
                 break
-            last[device] = 1 + max([last[device], *(ticks_of[need] for need in needs)])
+            index = at[device]
+            before = [(device, schedule.actions[device][index - 1])] if index else []
+            last[device] = max(
+                (ticks_of[need] + _takes_a_tick(schedule, need, (device, action))
+                 for need in before + needs),
+                default=0,
+            )  # fmt: skip
             ticks_of[device, action] = last[device]
             at[device] += 1
             todo += waiting.pop((device, action), ())
@@ -368,12 +401,19 @@ def _ticks(schedule: Schedule) -> list[tuple[Action | None, ...]]:
             f"{'; '.join(_waiting(schedule, at, ticks_of))}. Put what they wait for earlier in the "
             "list."
         )
-    columns: list[list[Action | None]] = [
-        [None] * schedule.devices for _ in range(1 + max(last, default=-1))
+    columns: list[list[tuple[Action, ...]]] = [
+        [()] * schedule.devices for _ in range(1 + max(last, default=-1))
     ]
     for (device, action), tick in ticks_of.items():
-        columns[tick][device] = action
+        columns[tick][device] += (action,)
     return [tuple(column) for column in columns]
+
+
+def _takes_a_tick(schedule: Schedule, need: tuple[int, Action], action: tuple[int, Action]) -> bool:
+    """Return whether an action has to wait for the tick behind that of what it needs."""
+    (other, before), (device, after) = need, action
+    pair = before.kind == "F" and after.kind == "B"
+    return not (schedule.pairs and other == device and pair)
 
 
 def live_activations(schedule: Schedule) -> list[int]:

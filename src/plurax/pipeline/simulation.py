@@ -1,7 +1,7 @@
 """Simulate a schedule: its timeline, its bubble and the activations that it stores."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from plurax import errors
@@ -100,9 +100,7 @@ def simulate(
     spans = []
     for column in schedule.ticks:
         begin = max(free) if lockstep else 0.0
-        for device, action in enumerate(column):
-            if action is None:
-                continue
+        for device, action in _actions(column):
             arrived = [
                 ended[other, need] + (exchange if other != device else 0.0)
                 for other, need in schedule.dependencies(device, action)
@@ -116,7 +114,7 @@ def simulate(
 
 
 def lockstep_seconds(schedule: Schedule, takes: Callable[[int, Action], float]) -> float:
-    """Return the seconds of all ticks, each as long as its slowest action.
+    """Return the seconds of all ticks, each as long as its slowest device.
 
     `takes(device, action)` returns the seconds of an action.
 
@@ -125,6 +123,14 @@ def lockstep_seconds(schedule: Schedule, takes: Callable[[int, Action], float]) 
     10
     """
     return sum(
-        max(takes(device, action) for device, action in enumerate(column) if action is not None)
+        max(
+            sum(takes(device, action) for action in actions)
+            for device, actions in enumerate(column)
+        )
         for column in schedule.ticks
     )
+
+
+def _actions(column: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action]]:
+    """Yield the actions of a tick with their device."""
+    return ((device, action) for device, actions in enumerate(column) for action in actions)

@@ -16,7 +16,8 @@ Example: device 0 of 2 under 1F1B with 3 microbatches. Its residuals, in the sto
     microbatch 1         [ slot 1  ------------- ]             ticks 1 to 5
     microbatch 2                        [ slot 0  ------ ]     ticks 4 to 7: slot 0 is free again
 
-    columns[:, 0, FIELDS.index("layer_residuals")] = [0, 1, 0, 0, 0, 1, 0, 0]    idle: any slot
+    columns[:, 0, 0, FIELDS.index("layer_residuals")] = [0, 1, 0, 0, 0, 0, 0, 0]    of F; else any
+    columns[:, 0, 1, FIELDS.index("layer_residuals")] = [0, 0, 0, 0, 0, 1, 0, 0]    of B
     slots["layer_residuals"] = 2
 
 With 4 devices, `slots["layer_residuals"]` is 4 under 1F1B for 8 and for 64 microbatches, and 8 and
@@ -33,10 +34,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from plurax.pipeline.schedule import Action, Schedule
+from plurax.pipeline.schedule import KINDS, Action, Schedule
 
 FIELDS = (
-    "kind",  # 0 idle, 1 F, 2 B, 3 W
+    "runs",  # 1 where the device runs an action of the kind in the tick, otherwise 0
     "microbatch",
     "chunk",
     "layer_residuals",  # slot of the residuals of a stage's layers
@@ -49,7 +50,6 @@ FIELDS = (
     "arriving_cotangent",
 )
 STORES = FIELDS[3:9]
-KIND = {"F": 1, "B": 2, "W": 3}
 
 Interval = tuple[float, float]
 
@@ -58,8 +58,9 @@ Interval = tuple[float, float]
 class SlotTable:
     """A schedule as integers.
 
-    **Fields:** `columns`, int32 `(ticks, devices, fields)`, with the fields in the order of
-    `FIELDS`; `device_slots`, for each store in `STORES` the number of slots that each device uses.
+    **Fields:** `columns`, int32 `(ticks, devices, kinds, fields)`, with the kinds in the order of
+    `KINDS` and the fields in that of `FIELDS`; `device_slots`, for each store in `STORES` the
+    number of slots that each device uses.
     """
 
     columns: np.ndarray
@@ -80,12 +81,12 @@ def make_slot_table(schedule: Schedule, fn_stages: Sequence[int]) -> SlotTable:
     at = {
         (device, action): tick
         for tick, column in enumerate(schedule.ticks)
-        for device, action in enumerate(column)
-        if action is not None
+        for device, actions in enumerate(column)
+        for action in actions
     }
     length = 1 + max(at.values())
     # While filling in, 0 is "no slot" and slot n is n + 1.
-    columns = np.zeros((length, schedule.devices, len(FIELDS)), np.int32)
+    columns = np.zeros((length, schedule.devices, len(KINDS), len(FIELDS)), np.int32)
     device_slots: dict[str, list[int]] = {}
     for store, (starts, uses) in _stores(schedule, at, fn_stages).items():
         device_slots[store] = []
@@ -96,27 +97,28 @@ def make_slot_table(schedule: Schedule, fn_stages: Sequence[int]) -> SlotTable:
             given, count = _slots(own)
             device_slots[store].append(count)
             for key, slot in given.items():
-                for tick, field in uses[device, key]:
-                    columns[tick, device, FIELDS.index(field)] = slot + 1
+                for tick, kind, field in uses[device, key]:
+                    columns[tick, device, KINDS.index(kind), FIELDS.index(field)] = slot + 1
     slots = SlotTable(columns, device_slots).slots
     # A device to which nothing is sent still receives zeros from `ppermute`: it writes them to one
     # more row, behind the slots.
     for store, field in (("x", "arriving_x"), ("cotangent", "arriving_cotangent")):
         index = FIELDS.index(field)
-        arriving = columns[:, :, index]
-        columns[:, :, index] = np.where(arriving == 0, slots[store] + 1, arriving)
+        arriving = columns[..., index]
+        columns[..., index] = np.where(arriving == 0, slots[store] + 1, arriving)
     # Count slots from 0 again. "No slot" becomes slot 0: an action that has none does not use what
     # is read there.
     for field in FIELDS[3:]:
         index = FIELDS.index(field)
-        columns[:, :, index] = np.maximum(columns[:, :, index] - 1, 0)
-    for (device, action), tick in at.items():
-        columns[tick, device, :3] = KIND[action.kind], action.microbatch, action.chunk
+        columns[..., index] = np.maximum(columns[..., index] - 1, 0)
+    for (device, (kind, microbatch, chunk)), tick in at.items():
+        columns[tick, device, KINDS.index(kind), :3] = 1, microbatch, chunk
     return SlotTable(columns, device_slots)
 
 
 Key = tuple[int, Action]
-Store = tuple[dict[Key, Interval], dict[Key, list[tuple[int, str]]]]
+Use = tuple[int, str, str]
+Store = tuple[dict[Key, Interval], dict[Key, list[Use]]]
 
 
 def _stores(
@@ -126,12 +128,12 @@ def _stores(
 
     A value's key is its device and the action that creates or receives it. Its interval is
     `(first tick, last tick)`, both inclusive; what arrives at the end of tick `t` starts at
-    `t + 0.5`, so that it may take the slot of what tick `t` reads. Its table entries are pairs of
-    tick and field.
+    `t + 0.5`, so that it may take the slot of what tick `t` reads. Its table entries are
+    ticks, kinds and fields.
     """
     stores: dict[str, Store] = {name: ({}, {}) for name in STORES}
 
-    def put(name: str, key: Key, span: Interval, uses: list[tuple[int, str]]) -> None:
+    def put(name: str, key: Key, span: Interval, uses: list[Use]) -> None:
         stores[name][0][key] = span
         stores[name][1][key] = uses
 
@@ -141,20 +143,21 @@ def _stores(
         own = ["layer"] + ["fn"] * (schedule.stage(device, action) in fn_stages)
         if action.kind == "F":
             # B and W both read the residuals of F. A schedule of forwards alone has neither.
-            done = [at.get((device, action._replace(kind=kind))) for kind in ("B", last)]
-            used = [tick, *(t for t in done if t is not None)]
+            done = {kind: at.get((device, action._replace(kind=kind))) for kind in ("B", last)}
+            used = {"F": tick, **{kind: t for kind, t in done.items() if t is not None}}
             for name in (f"{part}_residuals" for part in own):
-                put(name, key, (tick, max(used)), [(t, name) for t in used])
+                put(name, key, (tick, max(used.values())), [(t, k, name) for k, t in used.items()])
         if action.kind == "B" and schedule.split:
             end = at[device, action._replace(kind="W")]
             for name in (f"{part}_weight_residuals" for part in own):
-                put(name, key, (tick, end), [(t, name) for t in (tick, end)])
+                put(name, key, (tick, end), [(tick, "B", name), (end, "W", name)])
         for other, need in schedule.dependencies(device, action):
             # F depends on the previous stage's F, and B on the next stage's B: these are sends.
             if need.kind == action.kind:
                 name = "x" if action.kind == "F" else "cotangent"
                 sent = at[other, need]
-                put(name, key, (sent + 0.5, tick), [(sent, f"arriving_{name}"), (tick, name)])
+                uses = [(sent, action.kind, f"arriving_{name}"), (tick, action.kind, name)]
+                put(name, key, (sent + 0.5, tick), uses)
     return stores
 
 

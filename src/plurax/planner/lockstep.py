@@ -1,7 +1,7 @@
 """Seconds and bytes of a pipeline whose devices go through the ticks of a schedule in lockstep.
 
 The executor runs one tick after another, and devices exchange activations between them: a tick
-takes as long as its slowest action (`plurax.pipeline.simulation.lockstep_seconds`). Here that clock
+takes as long as its slowest device (`plurax.pipeline.simulation.lockstep_seconds`). Here that clock
 is asked thousands of times, so ticks in which every device does the same are counted together:
 
     2 devices, 3 microbatches     ticks     what the devices do     how often
@@ -37,6 +37,8 @@ def tick_counts(
 ) -> tuple[int, int]:
     """Return the number of ticks in which devices run forwards only, and that of all others.
 
+    Not of a schedule that pairs them.
+
     >>> tick_counts("gpipe", 2, 3), tick_counts("1f1b", 2, 3)
     ((4, 4), (2, 6))
     """
@@ -50,7 +52,7 @@ def tick_counts(
     if schedule == "zb-h1":
         return p, max(3 * m + p - 1, 2 * (m + p - 1) + 1) - p
     columns = make_schedule(schedule, p, m, v).ticks
-    only = sum(all(a is None or a.kind == "F" for a in column) for column in columns)
+    only = sum(all(a.kind == "F" for actions in column for a in actions) for column in columns)
     return only, len(columns) - only
 
 
@@ -65,6 +67,9 @@ def stage_times(
 
     `forward` is the share of the forward in a stage's seconds.
     """
+    if schedule == "eager-1f1b":
+        # A device runs a forward and a backward in each tick, but for as many ticks at both ends.
+        return microbatches + pipeline - 1
     only, others = tick_counts(schedule, pipeline, microbatches, virtual_stages)
     # The gradients of inputs and those of weights are taken to be as long.
     back = (1 - forward) / (2 if splits_backward(schedule) else 1)
@@ -79,14 +84,20 @@ _Ticks = Counter[tuple[int, ...]]
 def _ticks_of(
     schedule: str | tuple[str, ...], pipeline: int, microbatches: int, virtual_stages: int
 ) -> _Ticks:
-    """Return how often devices do what: for each its action's kind and chunk in one number."""
+    """Return how often devices do what: for each its actions' kinds and chunks in one number."""
     drawn = make_schedule(schedule, pipeline, microbatches, virtual_stages)
+    number_of = {actions: number for number, actions in enumerate(_actions(virtual_stages))}
     return Counter(
-        tuple(
-            0 if a is None else 1 + KINDS.index(a.kind) * virtual_stages + a.chunk for a in column
-        )
+        tuple(number_of[tuple((a.kind, a.chunk) for a in actions)] for actions in column)
         for column in drawn.ticks
     )
+
+
+def _actions(virtual_stages: int) -> list[tuple[tuple[str, int], ...]]:
+    """Return what a device can do in a tick: nothing, an action, or a forward and a backward."""
+    chunks = range(virtual_stages)
+    single = [((kind, chunk),) for kind in KINDS for chunk in chunks]
+    return [(), *single, *((("F", i), ("B", j)) for i in chunks for j in chunks)]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -110,7 +121,7 @@ def tick_table(
 ) -> tuple[Int[np.ndarray, "K devices"], Int[np.ndarray, " K"]]:
     """Return the kinds of ticks of a schedule: what each device does, and how many there are.
 
-    An action is `1 + virtual_stages * KINDS.index(kind) + chunk`, and 0 where a device is idle.
+    That is an index of `_actions`.
     """
     p, m, v = pipeline, microbatches, virtual_stages
     full = 2 * p
@@ -174,12 +185,16 @@ class StagedModel:
         forward, backward = self._times(layers, "forward"), self._times(layers, "backward")
         split = splits_backward(self.schedule)
         halves = (backward / 2, backward / 2) if split else (backward, 0 * backward)
-        # Of each device: idle, then the actions of each kind and chunk.
-        takes = [np.zeros((self.pipeline, 1)), forward, *halves]
+        by_kind = dict(zip(KINDS, (forward, *halves), strict=True))
+        # Of each device, for all that it can do in a tick.
+        takes = [
+            sum((by_kind[kind][:, chunk] for kind, chunk in actions), np.zeros(self.pipeline))
+            for actions in _actions(self.virtual_stages)
+        ]
         what, counts = tick_table(
             self.schedule, self.pipeline, self.microbatches, self.virtual_stages
         )
-        slowest = np.concatenate(takes, axis=1)[np.arange(self.pipeline), what].max(axis=1)
+        slowest = np.stack(takes, axis=1)[np.arange(self.pipeline), what].max(axis=1)
         stored = stored_microbatches(
             self.schedule, self.pipeline, self.microbatches, self.virtual_stages
         )
