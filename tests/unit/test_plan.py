@@ -138,7 +138,7 @@ def test_integers_of_numpy_are_whole_numbers():
      ("F0 B0", None), (("F0 B0", ""), None), ((), None), (3, None), ((1, 2), None), ({}, None)],
 )  # fmt: skip
 def test_what_is_no_schedule_is_not_taken_for_one_by_hand(schedule, close):
-    match = "the schedules that have a name are gpipe, 1f1b, interleaved, zb-h1"
+    match = "the schedules that have a name are gpipe, 1f1b, eager-1f1b, interleaved, zb-h1"
     with pytest.raises(PlanError, match=match) as raised:
         Plan(pipeline=2, schedule=schedule)
     assert ("Did you mean" in str(raised.value)) == (close is not None)

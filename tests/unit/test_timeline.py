@@ -207,14 +207,14 @@ def test_plan_draws_the_timeline(workplace, capsys, drawn):
 def test_compare_has_every_schedule_or_why_it_cannot_run(workplace, capsys, drawn):
     code, out, _ = run(capsys, "plan", "stacked.py", "--compare", "--save", "plan.png")
     assert code == 0
-    for name in ("gpipe", "1f1b *", "interleaved", "zb-h1"):
+    for name in ("gpipe", "1f1b *", "eager-1f1b", "interleaved", "zb-h1"):
         assert f"│ {name} " in out
     assert (
         "interleaved cannot run: the schedule 'interleaved' processes microbatches in groups" in out
     )
     *timelines, _, _, _, _, memory, sent = panels(drawn["plan.png"])
-    assert [len(panel.texts) for panel in timelines] == [12, 12, 12, 12, 1, 0, 18, 18]
-    assert timelines[4].texts[0].startswith("interleaved cannot run: the schedule 'interleaved'")
+    assert [len(panel.texts) for panel in timelines] == [*[12] * 6, 1, 0, 18, 18]
+    assert timelines[6].texts[0].startswith("interleaved cannot run: the schedule 'interleaved'")
     assert (memory.shapes, sent.shapes) == (4, 2)
 
 
