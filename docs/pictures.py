@@ -49,7 +49,7 @@ from plurax.report.picture import shrink_png
 
 ASSETS = Path(__file__).parent / "assets"
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1}
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "eager-1f1b": 1, "interleaved": 2, "zb-h1": 1}
 """By name, with the stages of a device."""
 OWNERS, SHARED = PALETTE[:4], LIGHT
 MOST = 120_000

@@ -330,7 +330,13 @@ def calls() -> dict[str, Call]:
             f"plurax.pipeline.{name}": call(
                 getattr(px.pipeline, name), devices=2, microbatches=2, chunks=chunks
             )
-            for name, chunks in (("gpipe", 1), ("interleaved", 2), ("one_f_one_b", 1), ("zb_h1", 1))
+            for name, chunks in (
+                ("gpipe", 1),
+                ("interleaved", 2),
+                ("one_f_one_b", 1),
+                ("zb_h1", 1),
+                ("eager_one_f_one_b", 1),
+            )
         },
         "plurax.pipeline.make_schedule": call(
             px.pipeline.make_schedule, given="gpipe", devices=2, microbatches=2

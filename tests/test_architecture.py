@@ -133,7 +133,7 @@ PUBLIC = {
         Metric accuracy auc confusion_matrix f1 mean perplexity precision r2 recall""",
     "plurax.pipeline": """
         Action LayerAssignment Schedule Timeline check_schedule draw_schedules gpipe
-        interleaved make_schedule one_f_one_b simulate stage_boundary zb_h1""",
+        eager_one_f_one_b interleaved make_schedule one_f_one_b simulate stage_boundary zb_h1""",
     "plurax.sharding": """
         Axes ParameterInfo ReshardStep TensorSharding apply_moves megatron name
         plan_reshard shard""",

@@ -22,6 +22,8 @@ Example: the 1F1B schedule with 2 devices and 3 microbatches takes 8 ticks:
     device 0   F0  F1  -   B0  F2  B1  -   B2
     device 1   -   F0  B0  F1  B1  F2  B2  -
 
+Under eager 1F1B a device runs an F and then a B in one tick, each with slots of its own.
+
 With two float32 layers per device and a boundary activation of shape `(4, 16)`, a device carries:
 
     x, cotangent               {"float32": (64,)}     what it sends at the end of the tick
