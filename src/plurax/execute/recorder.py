@@ -32,7 +32,7 @@ from plurax.execute.network import Network
 from plurax.execute.placement import Placement, leading_dim
 from plurax.jaxpr.compat import inner_jaxprs, open_jaxpr
 from plurax.mesh import abstract_mesh, split_rows
-from plurax.pipeline.schedule import make_schedule
+from plurax.pipeline.schedule import SCHEDULES, make_schedule
 from plurax.plan import Plan
 from plurax.task import Task
 from plurax.trace.flatten import Flattener
@@ -109,8 +109,7 @@ def record_steady_step(
     """
     size, few = leading_dim(batch), max(16, 2 * plan.pipeline)
     # GPipe stores them all; and whole microbatches only, or the rows of one would differ.
-    named = isinstance(plan.schedule, str) and plan.schedule != "gpipe"
-    whole = size % plan.microbatches == 0 and named
+    whole = size % plan.microbatches == 0 and plan.schedule in SCHEDULES.keys() - {"gpipe"}
     if plan.pipeline == 1 or plan.microbatches <= few or not whole:
         return record_step(task, optimizer, plan, batch)
     less = jax.tree.map(
