@@ -383,7 +383,7 @@ def _first(mark: Path) -> bool:
 
 
 def draw_schedules() -> None:
-    """Four schedules on four devices with eight microbatches."""
+    """All schedules on four devices with eight microbatches."""
     schedules = [
         px.pipeline.make_schedule(name, 4, 8, chunks) for name, chunks in SCHEDULES.items()
     ]
