@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from plurax.pipeline.schedule import KINDS, live_activations, make_schedule, splits_backward
+from plurax.pipeline.schedule import KINDS, Action, live_activations, make_schedule, splits_backward
 from plurax.pipeline.stages import even_layers
 from plurax.planner.profile import Share
 
@@ -78,57 +78,50 @@ def stage_times(
 
 # --- Ticks, counted by what the devices do --------------------------------------------------------
 
-_Ticks = Counter[tuple[int, ...]]
+_Ticks = Counter[tuple[tuple[int, ...], ...]]
 
 
 def _ticks_of(
     schedule: str | tuple[str, ...], pipeline: int, microbatches: int, virtual_stages: int
 ) -> _Ticks:
-    """Return how often devices do what: for each its actions' kinds and chunks in one number."""
-    drawn = make_schedule(schedule, pipeline, microbatches, virtual_stages)
-    number_of = {actions: number for number, actions in enumerate(_actions(virtual_stages))}
-    return Counter(
-        tuple(number_of[tuple((a.kind, a.chunk) for a in actions)] for actions in column)
-        for column in drawn.ticks
-    )
+    """Return how often devices do what: for each two numbers, of its actions' kinds and chunks."""
 
+    def numbers(actions: Sequence[Action]) -> tuple[int, ...]:
+        what = [1 + KINDS.index(a.kind) * virtual_stages + a.chunk for a in actions]
+        return (*what, 0, 0)[:2]
 
-def _actions(virtual_stages: int) -> list[tuple[tuple[str, int], ...]]:
-    """Return what a device can do in a tick: nothing, an action, or a forward and a backward."""
-    chunks = range(virtual_stages)
-    single = [((kind, chunk),) for kind in KINDS for chunk in chunks]
-    return [(), *single, *((("F", i), ("B", j)) for i in chunks for j in chunks)]
+    columns = make_schedule(schedule, pipeline, microbatches, virtual_stages).ticks
+    return Counter(tuple(map(numbers, column)) for column in columns)
 
 
 @functools.lru_cache(maxsize=1024)
 def _steady_ticks(
     schedule: str, pipeline: int, microbatches: int, virtual_stages: int
-) -> tuple[_Ticks, _Ticks, int]:
-    """Return the ticks of some microbatches, and those that so many more add.
+) -> tuple[_Ticks, _Ticks]:
+    """Return the ticks of some microbatches, and those that `pipeline` more add.
 
     A pipeline is full with as many microbatches as it has stages, and repeats its ticks after so
     many more at the latest, as one does that takes microbatches in groups.
     """
-    more = pipeline
     ticks = _ticks_of(schedule, pipeline, microbatches, virtual_stages)
-    longer = _ticks_of(schedule, pipeline, microbatches + more, virtual_stages)
-    return ticks, longer - ticks, more
+    return ticks, _ticks_of(schedule, pipeline, microbatches + pipeline, virtual_stages) - ticks
 
 
 @functools.lru_cache(maxsize=4096)
 def tick_table(
     schedule: str | tuple[str, ...], pipeline: int, microbatches: int, virtual_stages: int
-) -> tuple[Int[np.ndarray, "K devices"], Int[np.ndarray, " K"]]:
+) -> tuple[Int[np.ndarray, "K devices 2"], Int[np.ndarray, " K"]]:
     """Return the kinds of ticks of a schedule: what each device does, and how many there are.
 
-    That is an index of `_actions`.
+    An action is `1 + virtual_stages * KINDS.index(kind) + chunk`, and 0 is none; a schedule that
+    pairs actions has two for a device.
     """
     p, m, v = pipeline, microbatches, virtual_stages
     full = 2 * p
     if isinstance(schedule, str) and m > full + p:
         few = full + (m - full) % p
-        ticks, added, more = _steady_ticks(schedule, p, few, v)
-        repeated = (m - few) // more
+        ticks, added = _steady_ticks(schedule, p, few, v)
+        repeated = (m - few) // p
         ticks = ticks + Counter({tick: count * repeated for tick, count in added.items()})
     else:
         ticks = _ticks_of(schedule, p, m, v)
@@ -185,16 +178,12 @@ class StagedModel:
         forward, backward = self._times(layers, "forward"), self._times(layers, "backward")
         split = splits_backward(self.schedule)
         halves = (backward / 2, backward / 2) if split else (backward, 0 * backward)
-        by_kind = dict(zip(KINDS, (forward, *halves), strict=True))
-        # Of each device, for all that it can do in a tick.
-        takes = [
-            sum((by_kind[kind][:, chunk] for kind, chunk in actions), np.zeros(self.pipeline))
-            for actions in _actions(self.virtual_stages)
-        ]
+        # Of each device: none, then the actions of each kind and chunk.
+        takes = np.concatenate([np.zeros((self.pipeline, 1)), forward, *halves], axis=1)
         what, counts = tick_table(
             self.schedule, self.pipeline, self.microbatches, self.virtual_stages
         )
-        slowest = np.stack(takes, axis=1)[np.arange(self.pipeline), what].max(axis=1)
+        slowest = takes[np.arange(self.pipeline)[:, None], what].sum(axis=2).max(axis=1)
         stored = stored_microbatches(
             self.schedule, self.pipeline, self.microbatches, self.virtual_stages
         )
