@@ -86,10 +86,11 @@ environments: $(INTEGRATIONS)/.installed $(COMPILERS)/.installed $(if $(NEWEST),
 compilers: $(COMPILERS)/.installed ## install the compilers of TPUs and GPUs, which need neither
 
 test-absent: compilers ## what the compilers of TPUs and GPUs make of our programs
-	PYTHONPATH=src $(COMPILERS)/bin/python -m pytest -m '' tests/absent/test_programs.py
+	PYTHONPATH=src $(COMPILERS)/bin/python -m pytest tests/absent/test_*.py
 
-test-all: setup ## the tests, the slow ones too, with many more draws
+test-all: setup compilers ## the tests, the slow ones too, with many more draws
 	PLURAX_TEST_PROFILE=all $(RUN)/python -m pytest -n 2 --dist loadfile -m ''
+	PYTHONPATH=src $(COMPILERS)/bin/python -m pytest -m '' tests/absent/test_*.py
 
 test-faults: export PLURAX_FAULT_ROUNDS ?= 200
 test-faults: setup ## real gangs that are killed, cut off, stopped; PLURAX_FAULT_ROUNDS=200 kills of one

@@ -47,7 +47,7 @@ def scanned_task(depth=DEPTH):
     return px.Task(init=init, loss=loss)
 
 
-def stacked_task():
+def stacked_task(**more):
     def init_block(key):
         return jax.tree.map(lambda leaf: leaf[0], scanned_task(1).init(key))
 
@@ -59,6 +59,7 @@ def stacked_task():
             lambda p, x, batch, keys: jnp.sum((x * p[None] - batch["y"]) ** 2, axis=1),
         ),
         depth=DEPTH,
+        **more,
     )
 
 
@@ -71,6 +72,7 @@ PLANS = {
     "tensor": {"data": 2, "tensor": 2, "shardings": MEGATRON},
     "tensor, zero 3": {"data": 2, "tensor": 2, "zero": 3, "shardings": MEGATRON},
     "pipeline": {"data": 2, "pipeline": 2, "microbatches": 4, "remat": "full"},
+    "eager pipeline": {"pipeline": 4, "schedule": "eager-1f1b", "microbatches": 8},
 }
 
 
