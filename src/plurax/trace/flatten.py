@@ -254,7 +254,8 @@ def hoist(body: list[Op], consts: Sequence[Value | None]) -> list[Op]:
     casts. A broadcast or a slice stays, and is copied where something that is taken out reads it.
     Where one platform's compiler takes out more, its `CompilerRules` say so (`hoists_masks`).
 
-    Source: XLA's `while_loop_invariant_code_motion.cc`, which the compilers of all platforms run.
+    Source: XLA's `while_loop_invariant_code_motion.cc`, and programs compiled for CPUs and TPUs. A
+    GPU's compiler may fuse such an operation into a product in the loop, and compute it again.
     """
     known = {value for value in consts if value is not None}
     cheap: dict[Value, Op] = {}
