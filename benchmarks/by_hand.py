@@ -26,8 +26,13 @@ def make_mesh(devices: int) -> Mesh:
     )
 
 
-def make_step(losses: Losses, optimizer: optax.GradientTransformation, mesh: Mesh) -> Step:
-    """`((params, opt_state), batch) -> ((params, opt_state), loss)`, jitted, the state donated."""
+def make_step(
+    losses: Losses, optimizer: optax.GradientTransformation, mesh: Mesh, *, members: bool = False
+) -> Step:
+    """`((params, opt_state), batch) -> ((params, opt_state), loss)`, jitted, the state donated.
+
+    With `members` of a state of many networks, which take the same batch, on one device.
+    """
 
     def step(state: State, batch: PyTree) -> tuple[State, Array]:
         params, opt_state = state
@@ -41,13 +46,20 @@ def make_step(losses: Losses, optimizer: optax.GradientTransformation, mesh: Mes
         step = jax.shard_map(
             step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
         )
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(jax.vmap(step, in_axes=(0, None)) if members else step, donate_argnums=0)
 
 
-def make_state(params: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh) -> State:
-    """A state of its own, whole on every device."""
+def make_state(
+    params: PyTree,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    members: bool = False,
+) -> State:
+    """A state of its own, whole on every device; with `members` of the parameters of many."""
     params = jax.tree.map(jnp.copy, params)
-    return jax.device_put((params, optimizer.init(params)), NamedSharding(mesh, P()))
+    init = jax.vmap(optimizer.init) if members else optimizer.init
+    return jax.device_put((params, init(params)), NamedSharding(mesh, P()))
 
 
 def place_batch(batch: PyTree, mesh: Mesh) -> PyTree:

@@ -29,6 +29,12 @@ from benchmarks.servers import servers
 from benchmarks.sources import sources
 from benchmarks.uneven import uneven
 
+STEPS = (
+    ("plurax", "by hand", "NumPy batch"),
+    ("plurax placed", "by hand placed", "batch on the devices"),
+    ("plurax rows", "by hand placed", "its arrays on the devices"),
+)
+"""Sides of `jax_step`, plurax's and by hand, and how the batch comes."""
 STEP_TARGET = 1 / 1.02
 """As a speed: a step may take 1.02 times as long as the one by hand."""
 ACCUMULATION_TARGETS = {8: 1.2, 16: 1.9}
@@ -40,12 +46,13 @@ MAX_COMPILATIONS = 10
 def step(run: Run) -> Iterator[Row]:
     """A training step of plurax and the same step written by hand in JAX."""
     for case in run.sizes.step:
-        for devices in (1, 8):
+        for devices in (1,) if case.members else (1, 8):
             name = f"{case.name}, {_devices(devices)}"
             settings = {
                 "devices": devices,
                 "network": sizes.to_json(case.network),
                 "batch": case.batch,
+                "members": case.members,
             }
             try:
                 worker = run.jax("jax_step", settings)
@@ -53,9 +60,9 @@ def step(run: Run) -> Iterator[Row]:
                 yield Skipped("step", name, str(reason))
                 continue
             with worker:
-                for suffix, how in (("", "NumPy batch"), (" placed", "batch on the devices")):
-                    mine = Side(worker, "plurax" + suffix, case.units)
-                    other = Side(worker, "by hand" + suffix, case.units)
+                for kind, by_hand, how in STEPS:
+                    mine = Side(worker, kind, case.units)
+                    other = Side(worker, by_hand, case.units)
                     ours, theirs = take_turns([mine, other], case.repeats, warm_up=2)
                     yield compare(
                         "step",

@@ -52,13 +52,17 @@ def from_json(values: dict[str, Any]) -> Network:
 
 @dataclasses.dataclass(frozen=True)
 class StepCase:
-    """A step to time: `units` steps per turn. More than 32 in flight block virtual CPU devices."""
+    """A step to time: `units` steps per turn. More than 32 in flight block virtual CPU devices.
+
+    With `members` as many networks train in one program, on one device alone.
+    """
 
     name: str
     network: Network
     batch: int
     units: int
     repeats: int
+    members: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -499,6 +503,7 @@ class Sizes:
 
 _MLP = Mlp((8, 1800, 1800, 1800, 16))
 _SMALL_MLP = Mlp((8, 256, 256, 16))
+_SMALLEST = Mlp((8, 32, 64, 4))
 _SPIRALS = Mlp((2, 32, 2))
 _DIGITS = Mlp((64, 128, 10))
 _TEN_MILLION = Mlp((784, 2048, 2048, 2048, 10))
@@ -537,6 +542,7 @@ FULL = Sizes(
         StepCase("MLP, 6.5M parameters, batch 1024", _MLP, 1024, units=1, repeats=31),
         StepCase("MLP, 0.07M parameters, batch 1024", _SMALL_MLP, 1024, units=20, repeats=31),
         StepCase("transformer, 3.2M parameters, batch 16 × 64", _TRANSFORMER, 16, 1, repeats=31),
+        StepCase("8 MLPs, 2,700 parameters each, batch 64", _SMALLEST, 64, 20, 31, members=8),
     ),
     accumulation=StepCase("transformer, 128 × 64", _TRANSFORMER, 128, units=1, repeats=7),
     domains=Domains(width=1792),
@@ -726,6 +732,7 @@ QUICK = Sizes(
     step=(
         StepCase("MLP, tiny, batch 64", Mlp((8, 32, 16)), 64, units=5, repeats=3),
         StepCase("transformer, tiny, batch 8 × 8", _TINY, 8, units=2, repeats=3),
+        StepCase("3 MLPs, tiny, batch 64", Mlp((8, 32, 16)), 64, units=5, repeats=3, members=3),
     ),
     accumulation=StepCase("transformer, tiny, 128 × 8", _TINY, 128, units=1, repeats=3),
     domains=Domains(width=32),
