@@ -11,7 +11,7 @@ import pytest
 from tests import command, models
 
 import plurax as px
-from plurax.planner import tensor
+from plurax.planner import tensor_search
 from plurax.sharding.spec import TensorSharding
 
 ROWS = models.data(8)
@@ -119,8 +119,10 @@ def test_numbers_beyond_the_data_take_all_of_them(program):
 
 def test_a_search_on_millions_of_devices_ends_in_its_time(monkeypatch):
     """Hundreds of plans with `tensor` have smaller bounds than those that can be."""
-    traced, trace = [], tensor.graph_of_step
-    monkeypatch.setattr(tensor, "graph_of_step", lambda *args: traced.append(args) or trace(*args))
+    traced, trace = [], tensor_search.graph_of_step
+    monkeypatch.setattr(
+        tensor_search, "graph_of_step", lambda *args: traced.append(args) or trace(*args)
+    )
     machine = px.Machine.preset("8xH100-80GB", nodes=10**6)
     found = px.search(models.mlp_task(), optax.sgd(0.1), models.data(512), machine, seconds=0.5)
     assert found.best.devices <= 512
