@@ -487,7 +487,7 @@ def test_nothing_names_a_machine_or_a_registry():
 
 def test_public_functions_are_checked_against_their_annotations():
     @checked
-    def mean(rows: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"]) -> float:
+    def mean(rows: Float[np.ndarray, "N C"], labels: Int[np.ndarray, " N"]) -> float:
         if not len(rows):
             raise px.errors.BatchError("no rows")
         return float(rows.mean()) if labels.all() else "none"

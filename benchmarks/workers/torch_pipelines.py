@@ -78,7 +78,7 @@ def _rank(rank: int, settings: Settings) -> Callable[[tuple[str, Any]], Any]:
     trained = make()
     losses = trained.steps(2)
 
-    def new() -> "Trained":
+    def new() -> StageParams:
         other = make()
         other.steps(2)
         return other
