@@ -95,12 +95,13 @@ HEADLINES = (
 
 
 def headlines(results: list[dict[str, Any]]) -> str:
-    """A few rows of all machines: the range of speeds beside one peer each."""
+    """A few rows: the range of speeds beside one peer each, on the machine measured last."""
     lines = [
         "| on the same work | times as fast as | | machine |",
         "|---|---|---:|---|",
     ]
     for text, group, part, against in HEADLINES:
+        measured = []
         for result in results:
             speeds = [
                 row["speed"] for row in result["rows"]
@@ -109,8 +110,11 @@ def headlines(results: list[dict[str, Any]]) -> str:
                 and row["facts"].get("members", 100) >= 100
             ]  # fmt: skip
             if speeds:
-                where = machine.label(result["machine"])
-                lines.append(f"| {text} | {against} | {range_of(speeds)} | {where} |")
+                date = result["earlier"].get(group, result)["date"]
+                measured.append((date, range_of(speeds), machine.label(result["machine"])))
+        if measured:
+            _, speed, where = max(measured)
+            lines.append(f"| {text} | {against} | {speed} | {where} |")
     return "\n".join(lines)
 
 
