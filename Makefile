@@ -15,7 +15,7 @@ INTEGRATIONS := .venv-integrations
 FEW = --quiet --disable-pip-version-check --no-compile -c constraints.txt
 TESTING = beartype hypothesis pytest pytest-xdist
 
-.PHONY: help setup demo test test-gangs test-absent environments compilers chromium test-newest test-integrations test-all test-faults test-mutants lint format bench echarts docs constraints package clean
+.PHONY: help setup demo test test-ci test-gangs test-absent environments compilers chromium test-newest test-integrations test-all test-faults test-mutants lint format bench echarts docs constraints package clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -35,9 +35,13 @@ demo: setup ## real handwritten digits on all cores, then a hundred networks at 
 	$(RUN)/plurax train examples/spirals.py --devices cores --output runs/spirals
 
 # One worker runs a file: its tests share what one of them computes and compiles.
-test: setup ## run the tests, or those of PART=showing, or TESTS="tests/unit/test_plan.py ..."
+test: setup ## run the tests, or all of PART=showing, or of TESTS="tests/unit/test_plan.py ..."
 	$(RUN)/python -m pytest -n 2 --dist loadfile \
+	  $(if $(PART)$(TESTS),-m 'not slow and not gangs') \
 	  $(if $(PART),$$($(RUN)/python tests/parts.py $(PART) || echo no-such-part)) $(TESTS)
+
+test-ci: setup ## what make test leaves to CI: pages, kills, further cases of a contract
+	$(RUN)/python -m pytest -n 2 --dist loadfile -m 'ci and not slow' tests
 
 test-gangs: setup ## the tests with real gangs of processes, a cluster of Ray, kernels of notebooks
 	$(RUN)/python -m pytest -n 2 --dist loadfile -m 'gangs and not slow' tests

@@ -52,6 +52,7 @@ from matplotlib.figure import Figure
 
 import plurax as px
 from tests.promotion import forbid_promotion, promotion
+from tests.tiers import CI, GANGS
 from tests.typecheck import check_public_names
 
 px.virtual_devices(8)
@@ -86,28 +87,14 @@ settings.register_profile("all", deadline=None, print_blob=True, max_examples=50
 settings.load_profile(os.environ.get("PLURAX_TEST_PROFILE", "default"))
 
 
-# Real gangs of processes, a real cluster of Ray, kernels of notebooks: they wait for each other
-# more than they compute. `.ci/run` runs them beside the others, `make test-gangs` here.
-GANGS = (
-    "tests/faults/test_gangs.py",
-    "tests/faults/test_kills.py",
-    "tests/faults/test_launches.py",
-    "tests/faults/test_loaders.py",
-    "tests/faults/test_network.py",
-    "tests/processes/",
-    "tests/resume/test_server_deaths.py",
-    "tests/resume/test_watched.py",
-    "tests/unit/test_launch_ray.py",
-    "tests/unit/test_notebooks.py",
-)
-
-
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of gangs."""
+    """Mark the tests that `make test` leaves to `.ci/run`."""
     for item in items:
         if item.nodeid.startswith(GANGS):
             item.add_marker(pytest.mark.gangs)
+        elif item.nodeid.startswith(CI):
+            item.add_marker(pytest.mark.ci)
 
 
 @pytest.fixture(scope="module")

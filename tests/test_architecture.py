@@ -19,6 +19,7 @@ from jaxtyping import Float, Int, TypeCheckError
 import plurax as px
 from tests.messages import all_messages
 from tests.parts import PARTS, paths
+from tests.tiers import CI, GANGS
 from tests.typecheck import checked
 
 REPOSITORY = Path(__file__).parents[1]
@@ -542,3 +543,12 @@ def test_every_test_belongs_to_one_part():
             owned.update(path.rglob("test_*.py") if path.is_dir() else [path])
     every = (REPOSITORY / "tests").rglob("test_*.py")
     assert owned == collections.Counter(every)
+
+
+@pytest.mark.parametrize("line", [*GANGS, *CI])
+def test_what_waits_for_ci_is_there(line):
+    """A renamed file or function takes its line in `tests/tiers.py` along."""
+    path, _, case = line.partition("::")
+    assert (REPOSITORY / path).exists()
+    function = case.partition("[")[0]
+    assert not function or f"def {function}(" in (REPOSITORY / path).read_text()
