@@ -11,15 +11,17 @@ import plurax as px
 from plurax.machine import Level
 from plurax.pipeline.schedule import SCHEDULES, live_activations, make_schedule
 from plurax.planner.candidates import REMATS, Model, candidates, model_of
-from plurax.planner.costs import REDUCTION, held_bytes
+from plurax.planner.costs import REDUCTION, TimeCosts, held_bytes, pipeline_seconds
 from plurax.planner.lockstep import (
     StagedModel,
     fastest_stages,
     stage_times,
     stored_microbatches,
     tick_counts,
+    ticks_of_step,
 )
 from plurax.planner.profile import Share
+from plurax.planner.tensor_search import TensorSearch
 
 MACHINE = px.Machine(
     "fast links", {"float32": 1e9}, 1e9, 1e30, [Level("node", 168, 1e12)], half_dim=0.0
@@ -189,3 +191,60 @@ def test_bounds_are_corrected_as_estimates_are():
         for m in (plain, slow)
     )
     assert [one.seconds for one in corrected] == [2 * one.seconds for one in found]
+
+
+# --- What the stages of a pipeline send -----------------------------------------------------------
+
+# A byte takes a second; nothing else takes any time.
+LINKS = px.Machine("links", {"float32": 1e30}, 1e12, 1e30, [Level("node", 8, 1.0)], half_dim=0.0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("pipeline", "microbatches"), [(2, 2), (2, 6), (4, 8)])
+def test_a_step_has_the_ticks_of_its_schedule(schedule, pipeline, microbatches):
+    chunks = 2 if schedule == "interleaved" else 1
+    every = make_schedule(schedule, pipeline, microbatches, chunks).ticks
+    assert ticks_of_step(schedule, pipeline, microbatches, chunks) == len(every)
+
+
+def test_stages_send_in_each_tick_both_ways_and_reduce_what_two_hold():
+    """By hand: 3 ticks, 10 bytes ahead and 10 back, and a ring over 2 devices of 100 bytes."""
+    mesh = {"stride": 1, "mesh_devices": 2}
+    assert pipeline_seconds(LINKS, 10, 100, 3, 2, **mesh) == 3 * 2 * 10 + 2 * 100 / 2
+
+
+STAGED = {
+    # Of the tied network the gradient of the table is reduced, too.
+    "tied": (models.transformer_stack, models.text(12), 1.0),
+    "stack": (lambda: models.transformer_stack(tied=False), models.text(12), 1.0),
+    # What skips a boundary, beside the 16 numbers of a row that cross it, is not known.
+    "boundaries": (models.marked_task, models.data(12), 16 / 23),
+}
+
+
+@pytest.mark.parametrize("name", STAGED)
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "gpipe"])
+def test_what_stages_send_is_what_the_step_sends(name, schedule):
+    """The bytes over `pipeline` of the recorded step, and those by which candidates are ranked."""
+    make, batch, share = STAGED[name]
+    task, optimizer, like = make(), optax.adam(1e-3), jax.eval_shape(lambda: batch)
+    plan = px.Plan(pipeline=2, microbatches=3, schedule=schedule)
+    known = model_of(task, optimizer, like, "float32", LINKS, ("none",))
+    search = TensorSearch(
+        task, like, lambda one: TimeCosts(LINKS, one), machine=LINKS, activations=known.activations
+    )
+    planned = px.analysis.planned(task, optimizer, plan, like).collectives
+    large = [one for one in planned if one.axes == ("pipeline",) and one.bytes > 64]
+    sent = share * sum(one.bytes_sent * one.trips for one in large)
+    assert search.seconds(plan) == pytest.approx(sent, rel=1e-6)
+    bounds = candidates(known, LINKS, 2, plan, ["data", "pipeline", "microbatches", "schedule"])
+    assert [one.seconds for one in bounds if one.plan.zero == 0] == [pytest.approx(sent, rel=1e-6)]
+
+
+def test_a_slow_link_is_not_crossed():
+    """Of a stack on two nodes, no search crosses a link that takes longer than a node's work."""
+    task, batch = models.transformer_stack(), models.text(16)
+    levels = [Level("node", 2, 1e12), Level("cluster", 4, 1e2)]
+    machine = px.Machine("far apart", {"float32": 1e9}, 1e9, 1e12, levels, half_dim=0.0)
+    found = px.search(task, optax.adam(1e-3), batch, machine, count=1, seconds=1e-9)
+    assert found.ranked[0].plan.devices <= 2

@@ -36,9 +36,16 @@ from plurax.jaxpr.remat import POLICIES
 from plurax.machine import Machine
 from plurax.pipeline.schedule import SCHEDULES, splits_backward
 from plurax.plan import Plan, Precision, Remat
-from plurax.planner.costs import REDUCTION, TimeCosts, held_bytes, reduction_seconds, update_bytes
+from plurax.planner.costs import (
+    REDUCTION,
+    TimeCosts,
+    held_bytes,
+    pipeline_seconds,
+    reduction_seconds,
+    update_bytes,
+)
 from plurax.planner.graph import Graph, graph_of
-from plurax.planner.lockstep import stage_times
+from plurax.planner.lockstep import stage_times, ticks_of_step
 from plurax.sharding.annotations import Boundary, activation_names, annotations_in
 from plurax.sharding.axes import Axes
 from plurax.state import TrainState
@@ -69,14 +76,18 @@ class Model:
     """What the bounds of all candidates need to know of a task.
 
     **Fields:** `like`, the training state as `jax.ShapeDtypeStruct`s; `totals`, by remat policy;
-    `parameters` and `optimizer`, the bytes of each; `batch_size`; `layers`, the largest
-    number of stages into which the model can be cut; `precision`; `names`, of activations.
+    `parameters` and `optimizer`, the bytes of each; `tied`, those of parameters that the first and
+    the last stage hold; `activations`, those that one stage sends to the next for the whole batch;
+    `batch_size`; `layers`, the largest number of stages into which the model can be cut;
+    `precision`; `names`, of activations.
     """
 
     like: TrainState
     totals: Mapping[str, StepTotals]
     parameters: int
     optimizer: int
+    tied: int
+    activations: int
     batch_size: int
     layers: int
     precision: Precision
@@ -100,14 +111,17 @@ def model_of(
         fun = gradient(dataclasses.replace(task, frozen=()), precision, remat=remat)
         graph = graph_of(fun, (like.params, like.model_state, rows), Axes({}), searched=())
         totals[remat] = _totals(graph, machine, task.stack.depth if task.stack else 1)
-    layers = 1 + _boundaries(graph.traced.jaxpr) if task.stack is None else task.stack.depth
+    depth = task.stack.depth if task.stack else 0
+    marked, activations = _boundaries(graph.traced.jaxpr, depth)
     return Model(
         like,
         totals,
         parameters=tree.byte_count(like.params),
         optimizer=tree.byte_count(like.opt_state),
+        tied=tied_bytes(task, like.params),
+        activations=activations,
         batch_size=leading_dim(batch),
-        layers=layers,
+        layers=depth or 1 + marked,
         precision=precision,
         names=activation_names(annotations_in(graph.traced.jaxpr)),
     )
@@ -140,14 +154,30 @@ def _totals(graph: Graph, machine: Machine, depth: int) -> StepTotals:
     return StepTotals(seconds, products, forward / (every or 1), layers / (every or 1), kept)
 
 
-def _boundaries(jaxpr: Any) -> int:
-    """Return the number of `stage_boundary`s in a traced gradient."""
-    tags = {
-        eqn.params["tag"]
-        for eqn in all_equations(jaxpr)
-        if eqn.primitive.name == "annotate" and not eqn.params["transposed"]
-    }
-    return sum(isinstance(tag, Boundary) for tag in tags)
+def tied_bytes(task: Task, params: PyTree) -> int:
+    """Return the bytes of the parameters that the embedding and the head of a stack share."""
+    names = task.stack.tied if task.stack else ()
+    return sum(tree.byte_count(params["embed"][name]) for name in names)
+
+
+def _boundaries(jaxpr: Any, depth: int) -> tuple[int, int]:
+    """Return the number of `stage_boundary`s in a traced gradient, and the bytes that cross one.
+
+    The layers of a stack, `depth` of them, hand each other the carry of their loop.
+    """
+    tags, crossing = set(), [0]
+    for eqn in all_equations(jaxpr):
+        if eqn.primitive.name == "annotate" and isinstance(eqn.params["tag"], Boundary):
+            if not eqn.params["transposed"]:
+                tags.add(eqn.params["tag"])
+                crossing.append(_bytes(eqn.outvars))
+        elif eqn.primitive.name == "scan" and eqn.params["length"] == depth:
+            return len(tags), _bytes(eqn.outvars[: eqn.params["num_carry"]])
+    return len(tags), max(crossing)
+
+
+def _bytes(variables: Sequence[Any]) -> int:
+    return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in variables)
 
 
 class Sizes(NamedTuple):
@@ -280,6 +310,19 @@ def _bounds(model: Model, machine: Machine, sizes: Sizes, members: int) -> tuple
     seconds *= _waiting(sizes, totals, model.layers)
     own = model.parameters / shards
     seconds += machine.traffic_seconds(update_bytes(own, model.optimizer / shards, data, zero))
+    mesh_devices = data * shards * members
+    if sizes.pipeline > 1:
+        # Of `tensor`, each device may send its part.
+        rows = data * sizes.microbatches * sizes.tensor
+        seconds += pipeline_seconds(
+            machine,
+            model.activations / rows,
+            model.tied / sizes.tensor,
+            ticks_of_step(*_schedule_of(sizes)),
+            sizes.pipeline,
+            stride=sizes.tensor,
+            mesh_devices=mesh_devices,
+        )
     if data > 1:
         seconds += reduction_seconds(
             machine,
@@ -288,7 +331,7 @@ def _bounds(model: Model, machine: Machine, sizes: Sizes, members: int) -> tuple
             zero,
             sizes.microbatches,
             stride=shards,
-            mesh_devices=data * shards * members,
+            mesh_devices=mesh_devices,
             gathered=0.5 if model.precision == "bfloat16" else 1.0,
         )
     # A pipeline keeps as many microbatches as it has stages, each of one stage.
@@ -307,10 +350,12 @@ def _waiting(sizes: Sizes, totals: StepTotals, layers: int) -> float:
         return 1.0
     stages = sizes.pipeline * sizes.virtual_stages
     largest = totals.layers * math.ceil(layers / stages) * stages / layers
-    times = stage_times(
-        sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.virtual_stages, totals.forward
-    )
+    times = stage_times(*_schedule_of(sizes), totals.forward)
     return max(1.0, largest) * times / (sizes.microbatches * sizes.virtual_stages)
+
+
+def _schedule_of(sizes: Sizes) -> tuple[Any, int, int, int]:
+    return sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.virtual_stages
 
 
 def tensor_rows(model: Model, sizes: Sizes) -> float:

@@ -215,6 +215,34 @@ def reduction_seconds(
     return seconds
 
 
+def pipeline_seconds(
+    machine: Machine,
+    activations: float,
+    tied: float,
+    ticks: int,
+    pipeline: int,
+    *,
+    stride: int,
+    mesh_devices: int,
+) -> float:
+    """Return the seconds in which the stages of a pipeline send to each other in a step.
+
+    Each tick sends the `activations` of a microbatch ahead and their gradient back, whatever the
+    devices compute; the gradient of `tied` parameters, of the first and the last, is reduced once.
+
+    **Arguments:** `activations`, `tied`: bytes; `stride`, `mesh_devices`: as of
+    `Machine.collective_seconds`.
+    """
+    mesh = (pipeline, stride)
+    sent = machine.collective_seconds(
+        "collective-permute", activations, *mesh, mesh_devices=mesh_devices
+    )
+    reduced = 2 * tied * (pipeline - 1) / pipeline
+    return 2 * ticks * sent + machine.collective_seconds(
+        "all-reduce", reduced, *mesh, mesh_devices=mesh_devices
+    )
+
+
 # To add a level: a row in both tables, and what it splits in `update_bytes` and `held_bytes`.
 REDUCTION: dict[int, dict[str, int]] = {
     0: {"all-reduce": 1},

@@ -56,6 +56,19 @@ def tick_counts(
     return only, len(columns) - only
 
 
+def ticks_of_step(
+    schedule: str | tuple[str, ...], pipeline: int, microbatches: int, virtual_stages: int
+) -> int:
+    """Return the number of ticks of a step.
+
+    >>> ticks_of_step("1f1b", 2, 3, 1), ticks_of_step("eager-1f1b", 2, 3, 1)
+    (8, 5)
+    """
+    if schedule == "eager-1f1b":
+        return microbatches + 2 * (pipeline - 1)
+    return sum(tick_counts(schedule, pipeline, microbatches, virtual_stages))
+
+
 def stage_times(
     schedule: str | tuple[str, ...],
     pipeline: int,

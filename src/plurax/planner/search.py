@@ -120,7 +120,14 @@ def search(
         )
     ratios = state_ratios(optimizer, model.like.params)
     shardings = TensorSearch(
-        task, like, lambda plan: TimeCosts(machine, plan, ratios), ratios, solver, machine, limit
+        task,
+        like,
+        lambda plan: TimeCosts(machine, plan, ratios),
+        ratios,
+        solver,
+        machine,
+        limit,
+        model.activations,
     )
     run = _Search(task, optimizer, like, machine, model, limit, shardings)
     run.look(every, count, started, seconds)

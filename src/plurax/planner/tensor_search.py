@@ -29,7 +29,14 @@ from plurax.machine import Machine
 from plurax.partition.pins import check
 from plurax.pipeline.stages import even_layers
 from plurax.plan import Plan
-from plurax.planner.costs import Costs, held_bytes, parameter_bytes, reduction_seconds
+from plurax.planner.candidates import tied_bytes
+from plurax.planner.costs import (
+    Costs,
+    held_bytes,
+    parameter_bytes,
+    pipeline_seconds,
+    reduction_seconds,
+)
 from plurax.planner.fewest import (
     Walk,
     fewest_strategies,
@@ -37,7 +44,7 @@ from plurax.planner.fewest import (
     strategies_of,
 )
 from plurax.planner.graph import Graph, Node, graph_of_step
-from plurax.planner.lockstep import StagedModel, Stages, fastest_stages
+from plurax.planner.lockstep import StagedModel, Stages, fastest_stages, ticks_of_step
 from plurax.planner.problem import Pins, Problem, Solution, Within
 from plurax.planner.profile import SolutionProfile, profile_of
 from plurax.planner.shard_strategies import ShardStrategy
@@ -138,7 +145,8 @@ class TensorSearch:
     to what its solver minimises; `ratios`, for each parameter the bytes of its optimizer state by
     its own; `solver`, its name; `machine`, if its devices differ: stages on faster ones get more
     layers; `memory`, the bytes that a device may use: where whole parameters would take more than
-    half of them, all large ones are split.
+    half of them, all large ones are split; `activations`, the bytes of the whole batch that one
+    stage sends to the next.
     """
 
     def __init__(
@@ -150,8 +158,9 @@ class TensorSearch:
         solver: SolverName = "exact",
         machine: Machine | None = None,
         memory: float = math.inf,
+        activations: int = 0,
     ) -> None:
-        self._machine, self._memory = machine, memory
+        self._machine, self._memory, self._activations = machine, memory, activations
         self._ratios = ratios or {}
         self._task, self._batch, self._costs = task, batch, costs
         self._solve = SOLVERS[solver]
@@ -161,6 +170,7 @@ class TensorSearch:
         # For a remat policy, why pinned strategies are of another model.
         self._other: dict[str, errors.PlanError] = {}
         params = jax.eval_shape(lambda: initial(task, jax.random.key(0)))[0]
+        self._tied = tied_bytes(task, params)
         self._sizes = {
             path: math.prod(leaf.shape) * leaf.dtype.itemsize
             for path, leaf in tree.named_leaves(params).items()
@@ -223,9 +233,26 @@ class TensorSearch:
         once = solved.parameter_seconds(self._costs(plan)) + solved.profile.once
         once -= self._messages_shared(plan)
         if plan.pipeline > 1:
-            return self._stages(plan).seconds + once / plan.pipeline
+            sent = self._between_stages(plan)
+            return self._stages(plan).seconds + once / plan.pipeline + sent
         rows = self._batch_size / plan.data / solved.rows_of_a_microbatch
         return rows * solved.profile.seconds / (speeds[0] if speeds else 1.0) + once
+
+    def _between_stages(self, plan: Plan) -> float:
+        """Return the seconds in which the stages of a candidate send to each other."""
+        if self._machine is None:
+            return 0.0
+        assert isinstance(plan.schedule, str | tuple)
+        ticks = ticks_of_step(plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages)
+        return pipeline_seconds(
+            self._machine,
+            self._activations / plan.data / plan.microbatches,
+            self._tied / plan.tensor,
+            ticks,
+            plan.pipeline,
+            stride=plan.tensor,
+            mesh_devices=plan.devices,
+        )
 
     def _messages_shared(self, plan: Plan) -> float:
         """Return the seconds of messages over `data` that parameters of one bucket share.
