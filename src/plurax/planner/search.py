@@ -120,15 +120,9 @@ def search(
         )
     ratios = state_ratios(optimizer, model.like.params)
     shardings = TensorSearch(
-        task,
-        like,
-        lambda plan: TimeCosts(machine, plan, ratios),
-        ratios,
-        solver,
-        machine,
-        limit,
+        task, like, lambda plan: TimeCosts(machine, plan, ratios), ratios, solver, machine, limit,
         model.activations,
-    )
+    )  # fmt: skip
     run = _Search(task, optimizer, like, machine, model, limit, shardings)
     run.look(every, count, started, seconds)
     if not run.ranked:
