@@ -104,6 +104,11 @@ PYTHON = {
          "the task is a function, and what is trained is a plurax.Task."),
         ("px.virtual_devices(0)", "PlanError", "0 virtual devices: give a whole number"),
         ("px.Plan(bucket_bytes=25e6)", "PlanError", "bucket_bytes must be a whole number of at"),
+        ("px.Plan(reduce_dtype='fp8')", "PlanError",
+         "reduce_dtype must be one of 'bfloat16', or left out."),
+        ("px.fit(task, optimizer, data, batch_size=8, plan=px.Plan(reduce_dtype='bfloat16'), "
+         "servers=px.Servers(shards=1, workers=2))", "PlanError",
+         "what workers push is rounded by Servers(compression='bfloat16'). Say that instead"),
     ],
     "Metrics and weights": [
         ("px.Task(init=init, loss=loss, metrics=lambda batch: {})", "TaskError",

@@ -17,6 +17,8 @@ from plurax.validate import changed_fields, changed_repr, whole_number
 
 Precision = Literal["float32", "bfloat16"]
 
+ReduceDtype = Literal["bfloat16"]
+
 BatchDim = Literal["major", "minor"]
 
 Shardings = tuple[tuple[str, tuple[Any, ...]], ...]
@@ -106,6 +108,10 @@ data=1 means 'not used'.
     """With `zero`, the bytes of tensors that one collective gathers over `data`, or reduces
     to shards, and at most 8 tensors. With `zero=3` a device holds two such buckets of parameters:
     the one it computes with, and the next. 1: one collective per tensor."""
+    reduce_dtype: ReduceDtype | None = None
+    """The dtype in which gradients are added up over `data`. None: their own. `bfloat16`: each
+    device rounds its sum, and sends half the bytes; microbatches, norm and optimizer keep the
+    gradients' dtype. It changes numbers, so no search chooses it."""
     remat: Remat = "none"
     """What the backward pass recomputes instead of storing it: nothing; all but matrix products
     (`dots`); all but the inputs of layers, or outside a loop over layers of segments of equations
@@ -315,6 +321,11 @@ data=1 means 'not used'.
             lines += [f"  strategies: {first}", *(f"    {line}" for line in others)]
         if self.zero:
             lines.append(f"  zero={self.zero}: {ZERO_TEXTS[self.zero]}")
+        if self.reduce_dtype is not None:
+            lines.append(
+                f"  reduce_dtype={self.reduce_dtype}: gradients are rounded to it before and after "
+                "devices\n    add them up over data; all else keeps its dtype."
+            )
         if self.remat != "none":
             lines.append(f"  remat={self.remat}: {REMAT_TEXTS[self.remat]}")
         return lines
@@ -516,7 +527,7 @@ def _one_of(*choices: Any, optional: bool = False) -> Callable[[str, Any], Any]:
         is_choice = isinstance(given, str | int) and not isinstance(given, bool)
         if (given is None and optional) or (is_choice and given in choices):
             return given
-        names = ", ".join(map(repr, choices))
+        names = ", ".join(map(repr, choices)) + (", or left out" if optional else "")
         raise errors.PlanError(f"Plan({field}={value!r}): {field} must be one of {names}.")
 
     return checked
@@ -534,6 +545,7 @@ _FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
     "zero": _one_of(0, *ZERO_TEXTS),
     "remat": _one_of(*get_args(Remat)),
     "batch_dim": _one_of(*get_args(BatchDim), optional=True),
+    "reduce_dtype": _one_of(*get_args(ReduceDtype), optional=True),
     "schedule": lambda field, value: _schedule(value),
 }
 """Of each field the check that returns its value, or raises `PlanError`."""

@@ -215,6 +215,9 @@ CASES = {
     "bfloat16, rematerialized": (
         scanned, ROWS, {**ZERO_3, "precision": "bfloat16", "remat": "full"}
     ),
+    "reduced in bfloat16": (
+        scanned, ROWS, {"data": 3, "zero": 2, "microbatches": 2, "reduce_dtype": "bfloat16"}
+    ),
     "while": (until, ROWS, {"data": 2, "zero": 3}),
     "stages, tensor": (
         models.perceptron_stack, models.data(16), {**STAGES, "tensor": 2, "shardings": TENSOR}
@@ -227,6 +230,9 @@ CASES = {
     "stages, interleaved": (
         models.perceptron_stack, models.data(16),
         {**STAGES, "data": 2, "zero": 3, "schedule": "interleaved"},
+    ),
+    "stages, reduced in bfloat16": (
+        stack, models.text(16), {**STAGES, "data": 2, "zero": 1, "reduce_dtype": "bfloat16"},
     ),
     "stages, unequal": (
         models.perceptron_stack, models.data(16),

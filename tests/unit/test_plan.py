@@ -209,7 +209,14 @@ def test_toml_that_is_none(tmp_path):
         ("zero = true", "Plan(zero=True): zero must be one of 0, 1, 2, 3."),
         ("remat = 1", "Plan(remat=1): remat must be one of 'none', 'dots', 'full', 'offload'"),
         ('precision = ["float32"]', "precision must be one of 'float32', 'bfloat16'"),
-        ("batch_dim = 0", "Plan(batch_dim=0): batch_dim must be one of 'major', 'minor'."),
+        (
+            "batch_dim = 0",
+            "Plan(batch_dim=0): batch_dim must be one of 'major', 'minor', or left out.",
+        ),
+        (
+            'reduce_dtype = "fp8"',
+            "Plan(reduce_dtype='fp8'): reduce_dtype must be one of 'bfloat16', or left out.",
+        ),
         ("schedule = 1", "Plan(schedule=1): the schedules that have a name are"),
         ("schedule = [1, 2]", "Plan(schedule=[1, 2]): the schedules that have a name are"),
         ('schedule = "gpip"', "Did you mean 'gpipe'?"),
@@ -276,6 +283,8 @@ def test_explain_counts_the_places():
     text = Plan(data=4, microbatches=8).explain(batch_size=100)
     assert "4 devices × 8 microbatches × 4 examples; 28 of 128 rows are padding." in text
     assert "bfloat16" in Plan(precision="bfloat16").explain()
+    assert "add them up over data" in Plan(data=2, reduce_dtype="bfloat16").explain()
+    assert Plan.from_toml(Plan(reduce_dtype="bfloat16").to_toml()).reduce_dtype == "bfloat16"
 
 
 def test_explain_has_a_line_for_each_strategy():

@@ -19,7 +19,8 @@ reductions with the backward pass of the last of several accumulated batches.
 """
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,8 +47,10 @@ from plurax.partition.rule_context import count_readers
 from plurax.partition.stacked_results import SUMS, rows_inside
 from plurax.plan import Plan
 from plurax.sharding.in_turn import psum_in_turn
+from plurax.sharding.reduce_dtype import SumRounding
 
-Reduce = Callable[[Sequence[Array]], list[Array]]
+Reduce = Callable[[Sequence[Array], Collection[int]], list[Array]]
+"""Sums arrays over devices; those at the indices are no gradients."""
 PLATFORMS = frozenset({"gpu"})
 """Platforms whose compilers run a reduction beside other operations."""
 
@@ -75,14 +78,13 @@ def last_gradient(fun: Gradient) -> LastGradient:
     return run
 
 
-def reduced_gradient(fun: Gradient, platform: str | None) -> LastGradient:
+def reduced_gradient(fun: Gradient, rounding: SumRounding) -> LastGradient:
     """Return `last_gradient(fun)` with its totals summed over `data`. Call it inside `shard_map`.
 
     `fun` runs on one device that has the whole network.
     """
-    return _evaluated(
-        last_gradient(fun), lambda arrays: psum_in_turn(arrays, "data", None, platform)
-    )
+    in_turn = functools.partial(psum_in_turn, names="data", platform=rounding.platform)
+    return _evaluated(last_gradient(fun), functools.partial(rounding.sums, in_turn))
 
 
 def in_order(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,15 +101,20 @@ def _evaluated(fun: Callable[..., Any], reduce: Reduce | None) -> Callable[..., 
 
     def run(*args: PyTree) -> tuple[Totals, PyTree]:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-        count = len(jax.tree.leaves(shapes[0]))
-        out = _results(closed, jax.tree.leaves(args), count, reduce)
+        count, exact = (len(jax.tree.leaves(t)) for t in (shapes[0], shapes[0]._replace(grads=())))
+        out = _results(closed, jax.tree.leaves(args), count, exact, reduce)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return run
 
 
-def _results(closed: Any, args: Sequence[Array], totals: int, reduce: Reduce | None) -> list[Array]:
-    """Evaluate a traced gradient; the first `totals` of its results are reduced."""
+def _results(
+    closed: Any, args: Sequence[Array], totals: int, exact: int, reduce: Reduce | None
+) -> list[Array]:
+    """Evaluate a traced gradient; the first `totals` of its results are reduced.
+
+    The first `exact` of these are no gradients.
+    """
     jaxpr = closed.jaxpr
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
     flat = flat_equations(jaxpr.eqns, jaxpr.outvars, known)
@@ -142,7 +149,8 @@ def _results(closed: Any, args: Sequence[Array], totals: int, reduce: Reduce | N
     if reduce is not None:
         left = [i for i in range(totals) if not _is_among(flat.results[i], reduced)]
         left.sort(key=lambda index: order[index])
-        sums = reduce([jnp.asarray(out[index]) for index in left])
+        others = [place for place, index in enumerate(left) if index < exact]
+        sums = reduce([jnp.asarray(out[index]) for index in left], others)
         for index, array in zip(left, sums, strict=True):
             out[index] = array
     return out
@@ -218,7 +226,7 @@ class _ReducingLoop:
             operands = [*consts, *carry[: scan.num_carry]]
             operands += [values[place] for place in range(first, len(inputs))]
             out = interpret(scan.body, scan.body_consts, operands)
-            sums = self._reduce([out[index] for index in self._stacks])
+            sums = self._reduce([out[index] for index in self._stacks], ())
             for index, array in zip(self._stacks, sums, strict=True):
                 out[index] = array
             new = [

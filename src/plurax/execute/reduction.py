@@ -1,6 +1,5 @@
 """Reduce partial sums over devices, all that share axes in one collective."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,11 @@ from plurax.sharding.spec import TensorSharding
 
 
 def reduced(
-    values: Sequence[ShardedValue], targets: Sequence[TensorSharding], partitioner: Partitioner
+    values: Sequence[ShardedValue],
+    targets: Sequence[TensorSharding],
+    partitioner: Partitioner,
+    *,
+    exact: int = 0,
 ) -> list[Array]:
     """Reduce values that are partial sums (`sharding.partial`) to the target shardings.
 
@@ -27,37 +30,34 @@ def reduced(
         gradient e   (512, 8)  partial over data -> split over data  reduce-scatter, in a bucket
         norm         ()        not partial                           unchanged
 
+    The first `exact` values are no gradients, and never rounded for it.
+
     **Returns:** the arrays in the order of `values`.
     """
-    results: list[Any] = [None] * len(values)
+    sent = [*values[:exact], *map(partitioner.rounded_to_send, values[exact:], targets[exact:])]
+    totals = dict(enumerate(sent))
     together: dict[tuple[str, ...], list[int]] = {}
-    for index, (value, target) in enumerate(zip(values, targets, strict=True)):
+    rest = []
+    for index, (value, target) in enumerate(zip(sent, targets, strict=True)):
         moves = plan_reshard(
             value.sharding, target, value.shape, value.array.dtype.itemsize, partitioner.axes
         )
         if [move.kind for move in moves] == ["all-reduce"]:
             together.setdefault(moves[0].axes, []).append(index)
-        results[index] = value if moves else value.array
+        elif moves:
+            rest.append(index)
+    platform = partitioner.axes.platform
     for axes, indices in together.items():
-        some = [values[index] for index in indices]
-        specs = [
-            partitioner.context.spec(value.shape, value.dtype, targets[index])
-            for index, value in zip(indices, some, strict=True)
-        ]
+        spec = partitioner.context.spec
+        specs = [spec(sent[p].shape, sent[p].dtype, targets[p]) for p in indices]
         names, groups = partitioner.axes.group(axes)
-        psum = functools.partial(_psum, names, groups, partitioner.axes.platform)
-        sums = partitioner.run(psum, [value.array for value in some], specs)
-        for index, value in zip(indices, sums, strict=True):
-            results[index] = value.array
-    rest = [index for index, result in enumerate(results) if isinstance(result, ShardedValue)]
-    apart = partitioner.axes.platform == "gpu"
-    moved = bucketed(
-        partitioner, [values[p] for p in rest], [targets[p] for p in rest], apart=apart
-    )
-    for index, value in zip(rest, moved, strict=True):
-        results[index] = value.array
-    return results
 
+        def add_up(*arrays: Array, over: Any = names, groups: Any = groups) -> list[Array]:
+            return psum_in_turn(arrays, over, groups, platform)
 
-def _psum(names: Any, groups: Any, platform: str | None, *arrays: Array) -> Sequence[Array]:
-    return psum_in_turn(arrays, names, groups, platform)
+        sums = partitioner.run(add_up, [sent[index].array for index in indices], specs)
+        totals.update(zip(indices, sums, strict=True))
+    apart = platform == "gpu"
+    moved = bucketed(partitioner, [sent[p] for p in rest], [targets[p] for p in rest], apart=apart)
+    totals.update(zip(rest, moved, strict=True))
+    return [one.array for one in map(partitioner.rounded_sum, totals.values(), sent, values)]

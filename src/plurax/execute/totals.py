@@ -24,6 +24,7 @@ from jaxtyping import Array, Int, PyTree
 from plurax.execute.gradient import Totals
 from plurax.execute.rows import Rows, StepKey, index_device_rows, index_rows
 from plurax.jaxpr.barrier import order_after, pick_dependency
+from plurax.sharding.reduce_dtype import EXACT, SumRounding
 from plurax.tree import sum_dtype
 
 Total = TypeVar("Total")
@@ -121,9 +122,16 @@ def added(total: Total | None, part: Total) -> Total:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)
 
 
-def over_data(axis_size: int) -> Callable[[Totals], Totals]:
+def over_data(axis_size: int, rounding: SumRounding = EXACT) -> Callable[[Totals], Totals]:
     """Return a function that sums over the `axis_size` devices of `data` in one `psum`."""
-    return lambda totals: jax.lax.psum(totals, "data") if axis_size > 1 else totals
+
+    def run(totals: Totals) -> Totals:
+        leaves, structure = jax.tree.flatten(totals)
+        exact = range(len(jax.tree.leaves(totals._replace(grads=()))))
+        sums = rounding.sums(lambda terms: jax.lax.psum(terms, "data"), leaves, exact)
+        return jax.tree.unflatten(structure, sums)
+
+    return run if axis_size > 1 else lambda totals: totals
 
 
 def device_totals(

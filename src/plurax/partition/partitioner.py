@@ -354,7 +354,9 @@ class Partitioner(Resharder):
             values.append(self.value(versions) if goal is None else self._term(versions, goal))
             targets.append(values[-1].sharding if goal is None else goal)
         apart = self.sums and self.axes.platform == "gpu"
-        return together(self, values, targets, order=order, apart=apart)
+        sent = list(map(self.rounded_to_send, values, targets))
+        sums = together(self, sent, targets, order=order, apart=apart)
+        return list(map(self.rounded_sum, sums, sent, values))
 
     def _term(self, versions: ValueVersions, target: TensorSharding) -> ShardedValue:
         """Return the version to reshard; a data-varying value becomes partial over `data`."""

@@ -36,6 +36,7 @@ from plurax.partition.values import (
     ValueVersions,
 )
 from plurax.sharding.axes import Axes
+from plurax.sharding.reduce_dtype import SumRounding
 from plurax.sharding.reshard import ReshardStep, apply_moves
 from plurax.sharding.spec import TensorSharding
 
@@ -49,13 +50,18 @@ class Resharder:
     - `joint`: the batch is one dim split over `data`, so no value is `data_varying`. A parameter
       split over `data` is then gathered wherever an equation reads it with a value of the batch.
     - `bucket_bytes`: bytes of tensors gathered, or reduce-scattered, over `data` in one collective.
+    - `reduce_dtype`: what gradients are rounded to where they are added up over `data`.
 
     **Attributes:** `records`, what resharding and operators sent so far, in order. Decisions and
     warnings read it; what a step communicates is read from the recorded step (`plurax.trace`).
     """
 
-    def __init__(self, axes: Axes, *, joint: bool = False, bucket_bytes: int = 1) -> None:
+    def __init__(
+        self, axes: Axes, *, joint: bool = False, bucket_bytes: int = 1,
+        reduce_dtype: str | None = None,
+    ) -> None:  # fmt: skip
         self.axes, self.joint, self.bucket_bytes = axes, joint, bucket_bytes
+        self.rounding = SumRounding(reduce_dtype, axes.platform)
         self.records: list[Collective] = []
         self._executor: Executor = EmitOperations()
         self._trips: int | None = 1
@@ -169,6 +175,25 @@ class Resharder:
         line = self._without_rule and self._without_rule[1]
         with jax.named_scope(reason_scope(by, line)) if by else contextlib.nullcontext():
             return self.run(apply, [value.array], [spec])[0]
+
+    def rounded_to_send(self, value: ShardedValue, target: TensorSharding) -> ShardedValue:
+        """Return a gradient as it is sent, rounded if its reshard adds it up over `data`."""
+        adds_up = "data" in value.sharding.partial - target.partial
+        if not (adds_up and self.rounding.rounds(value.dtype)):
+            return value
+        return self._apply(self.rounding.term, value)
+
+    def rounded_sum(
+        self, total: ShardedValue, sent: ShardedValue, own: ShardedValue
+    ) -> ShardedValue:
+        """Return the sum of what was `sent` for a gradient, in the `own` dtype of that."""
+        if sent is own:
+            return total
+        return self._apply(lambda array: self.rounding.total(array, own.dtype), total)
+
+    def _apply(self, fun: Callable[[Array], Array], value: ShardedValue) -> ShardedValue:
+        spec = dataclasses.replace(value, array=jax.eval_shape(fun, value.array))
+        return self.run(lambda array: [fun(array)], [value.array], [spec])[0]
 
     def order_after(self, values: Sequence[ShardedValue], by: Array) -> list[ShardedValue]:
         """Return values with a data dependency on `by` (see `jaxpr.barrier`)."""

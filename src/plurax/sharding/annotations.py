@@ -212,3 +212,20 @@ def _mark(x: Any, tag: Tag) -> Array:
             "plurax.sharding.shard take an array of numbers, or a tree of such arrays."
         )
     return annotate_p.bind(x, tag=tag, batch=(), transposed=False)
+
+
+def parts_of_tensor(tags: set[Tag], tensor: int) -> dict[str, tuple[int, ...]]:
+    """Return the prime factors of `tensor` if an annotation splits over fewer devices, else {}.
+
+    `tensor=4` and an annotation with 2 shards give `{"tensor": (2, 2)}`: each part is an axis.
+    """
+    ways = {n for tag in tags if isinstance(tag, Split) for n in tag.num_shards.values()}
+    if tensor == 1 or ways <= {1, tensor}:
+        return {}
+    parts, left, factor = [], tensor, 2
+    while left > 1:
+        while left % factor == 0:
+            parts.append(factor)
+            left //= factor
+        factor += 1
+    return {"tensor": tuple(parts)}

@@ -223,6 +223,12 @@ def check_servers(servers: Servers | None, task: Any, plan: Plan, members: Any) 
             "this task's loss couples the examples of a batch (Task.coupled). Use mode='bounded' "
             "or 'async', in which a worker has a whole batch, or workers=1."
         )
+    if plan.reduce_dtype is not None:
+        raise errors.PlanError(
+            f"a worker's plan has reduce_dtype={plan.reduce_dtype!r}: gradients are added up on "
+            "the servers, and what workers push is rounded by Servers(compression='bfloat16'). Say "
+            "that instead, and leave out reduce_dtype."
+        )
     if plan.pipeline > 1 and plan.zero:
         raise errors.PlanError(
             f"a worker's plan has pipeline > 1 and zero={plan.zero}: the optimizer's state is on "

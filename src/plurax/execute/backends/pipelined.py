@@ -177,7 +177,7 @@ class PipelinedBackend(Backend):
             rows = self._microbatches(rows, coupled=coupled)
             like = _first(rows, self.plan.data if coupled else 1)
             network = training_network(self.task, self.plan, self._like, like, self._stage())
-            partitioner = self._stage(joint=coupled)
+            partitioner = self._stage(joint=coupled, gradients=True)
             run = ScheduleExecutor(
                 network, self.schedule, self._trained(params), rows, partitioner, self._goals(),
                 joint=self.plan.data if coupled else None, live=count if coupled else None,
@@ -214,8 +214,8 @@ class PipelinedBackend(Backend):
             return jax.tree.map(lambda leaf: round_robin(leaf, m), rows)
         return jax.tree.map(lambda leaf: leaf.reshape(m, len(leaf) // m, *leaf.shape[1:]), rows)
 
-    def _stage(self, *, joint: bool = False) -> Partitioner:
-        return self._base.partitioner(stage=True, joint=joint)
+    def _stage(self, *, joint: bool = False, gradients: bool = False) -> Partitioner:
+        return self._base.partitioner(stage=True, joint=joint, gradients=gradients)
 
     def _goals(self) -> list[TensorSharding | None]:
         """Return the sharding in which each parameter's gradient is summed over microbatches.
@@ -285,10 +285,11 @@ class PipelinedBackend(Backend):
                     self._terms(sums["shared_sums"][index], run.vjps.grads[index], {"pipeline"})
                 )
             goals.append(targets[index])
-        found = reduced(values, goals, base.partitioner())
-        totals: Totals = jax.tree.unflatten(run.vjps.aux_structure, found[: len(run.vjps.aux)])
+        count = len(run.vjps.aux)
+        found = reduced(values, goals, base.partitioner(gradients=True), exact=count)
+        totals: Totals = jax.tree.unflatten(run.vjps.aux_structure, found[:count])
         stage_buffers = self._reduce_stage_buffers(run, sums["homed_sums"], targets)
-        return totals._replace(grads=Staged(tuple(found[len(run.vjps.aux) :]), stage_buffers))
+        return totals._replace(grads=Staged(tuple(found[count:]), stage_buffers))
 
     def _reduce_stage_buffers(
         self,
@@ -300,7 +301,7 @@ class PipelinedBackend(Backend):
 
         Runs in that device's branch; returns the buffers that device has.
         """
-        homes, partitioner = self.layout.shards, self._stage()
+        homes, partitioner = self.layout.shards, self._stage(gradients=True)
         packings = run.vjps.grad_packings
 
         def branch(device: int) -> dict[str, Array]:

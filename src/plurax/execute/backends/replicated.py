@@ -25,10 +25,12 @@ from plurax.execute.totals import (
     coupled_totals,
     device_evaluation,
     device_totals,
+    over_data,
     uneven_totals,
 )
 from plurax.jaxpr.convolutions import channels_last
 from plurax.plan import Plan
+from plurax.sharding.reduce_dtype import SumRounding
 from plurax.sharding.rules import Rules
 from plurax.state import TrainState
 from plurax.task import Task
@@ -71,11 +73,11 @@ class ReplicatedBackend(Backend):
         if self._platform == "cpu":
             fun = channels_last(fun)
         if not self.task.coupled:
-            last = None
+            rounding = SumRounding(plan.reduce_dtype, self._platform)
+            reduce, last = over_data(plan.data, rounding), None
             if early_reduction.reduces_early(plan, self._platform):
-                last = early_reduction.reduced_gradient(fun, self._platform)
-                fun = early_reduction.in_order(fun)
-            reduce = None if last is None else lambda totals: totals
+                last = early_reduction.reduced_gradient(fun, rounding)
+                fun, reduce = early_reduction.in_order(fun), over_data(1)
             totals = device_totals(fun, plan.data, plan.microbatches, reduce, last)
         else:
             totals = (coupled_totals if split else uneven_totals)(fun, plan.microbatches)

@@ -61,7 +61,13 @@ from plurax.partition.partitioner import Partitioner, partition
 from plurax.partition.pins import with_strategies
 from plurax.partition.values import ShardedValue, is_sharded_value, shard_of_rows
 from plurax.plan import Plan
-from plurax.sharding.annotations import Split, Tag, activation_names, annotations_in
+from plurax.sharding.annotations import (
+    Split,
+    Tag,
+    activation_names,
+    annotations_in,
+    parts_of_tensor,
+)
 from plurax.sharding.axes import Axes
 from plurax.sharding.rules import Rules, is_sharding
 from plurax.sharding.spec import TensorSharding
@@ -132,7 +138,7 @@ class ShardedBackend(Backend):
                 "needs no rules. Parameters: "
                 f"{', '.join(paths) or 'none'}. Named activations: {', '.join(names) or 'none'}."
             )
-        parts = _parts(tags, sizes.get("tensor", 1))
+        parts = parts_of_tensor(tags, sizes.get("tensor", 1))
         runs: dict[str, Any] = {"permutes": plan.pipeline == 1, "platform": platform_of(mesh)}
         self.axes = Axes(sizes, parts, **runs)
         # Only the devices of one stage run its equations: no collective there spans `pipeline`.
@@ -179,9 +185,7 @@ class ShardedBackend(Backend):
     def _total(self, split: bool = True) -> BatchTotals:
         fun, microbatches = self._gradient(split), self.plan.microbatches
         if not self.task.coupled:
-            last = None
-            if self._reduces_early:
-                last = self._gradient(split, last=True)
+            last = self._gradient(split, last=True) if self._reduces_early else None
             return device_totals(fun, self._data, microbatches, self._reduced, last)
         if split:
             return coupled_totals(fun, microbatches, self._reduced, self._data)
@@ -205,7 +209,7 @@ class ShardedBackend(Backend):
         fun = early_reduction.in_order(fun) if self._reduces_early else fun
 
         def run(params: PyTree, model_state: PyTree, rows: Rows, *totals: Any) -> Any:
-            partitioner = self.partitioner(joint=self.task.coupled, sums=last)
+            partitioner = self.partitioner(joint=self.task.coupled, sums=last, gradients=True)
 
             def wanted(shapes: tuple[Totals, PyTree]) -> tuple[Totals, PyTree]:
                 none = jax.tree.map(lambda _: None, shapes)
@@ -229,15 +233,16 @@ class ShardedBackend(Backend):
         return run
 
     def _reduced(self, totals: Totals) -> Totals:
-        """Reduce the sums of all microbatches over devices, to the shards of the gradients."""
-        whole = jax.tree.map(
-            lambda _: TensorSharding(()), totals._replace(grads=()), is_leaf=is_sharded_value
-        )
-        targets = whole._replace(grads=self.expanded(self.layout.gradient_shards))
+        """Reduce sums over devices: gradients to their shards, others, which may be arrays of a
+        metric, to every device."""
         leaves, structure = jax.tree.flatten(totals, is_leaf=is_sharded_value)
-        goals = jax.tree.leaves(targets, is_leaf=is_sharding)
-        sums = reduced([self._sum_over_rows(value) for value in leaves], goals, self.partitioner())
-        return jax.tree.unflatten(structure, sums)
+        exact = len(jax.tree.leaves(totals._replace(grads=()), is_leaf=is_sharded_value))
+        goals = [TensorSharding.replicated(len(value.shape)) for value in leaves[:exact]]
+        if exact < len(leaves):
+            shards = self.expanded(self.layout.gradient_shards)
+            goals += jax.tree.leaves(shards, is_leaf=is_sharding)
+        values, partitioner = map(self._sum_over_rows, leaves), self.partitioner(gradients=True)
+        return jax.tree.unflatten(structure, reduced([*values], goals, partitioner, exact=exact))
 
     def _sum_over_rows(self, value: ShardedValue) -> ShardedValue:
         """Return a device's sum as a partial sum over `data` if it depends on the device's rows."""
@@ -336,14 +341,7 @@ class ShardedBackend(Backend):
             self.warn_of(partitioner.records)
             return values
 
-        return device_evaluation(run, self._data, self._summed)
-
-    def _summed(self, totals: Totals) -> Totals:
-        """Return sums of all devices: a metric's may be arrays, computed in shards."""
-        leaves, structure = jax.tree.flatten(totals, is_leaf=is_sharded_value)
-        goals = [TensorSharding.replicated(len(value.shape)) for value in leaves]
-        sums = reduced([self._sum_over_rows(value) for value in leaves], goals, self.partitioner())
-        return jax.tree.unflatten(structure, sums)
+        return device_evaluation(run, self._data, self._reduced)
 
     def predict(self) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
         """Return `(params, model_state, inputs) -> outputs` on shards, for this device's rows."""
@@ -365,17 +363,17 @@ class ShardedBackend(Backend):
     # --- Values -------------------------------------------------------------------------------
 
     def partitioner(
-        self, *, stage: bool = False, joint: bool = False, sums: bool = False
+        self, *, stage: bool = False, gradients: bool = False, **more: bool
     ) -> Partitioner:
         """Return a `Partitioner` over all mesh axes, or with `stage` over those without `pipeline`.
 
-        With `joint` the rows are one dim sharded over `data`, not each device's own. `sums` is as
-        of `Partitioner`.
+        `gradients` says that the results are, and what devices add up for them; `more` is as of
+        `Partitioner`.
         """
-        axes = self.stage_axes if stage else self.axes
         return Partitioner(
-            axes, self._rules.find, mesh=self._mesh, joint=joint, sums=sums,
+            self.stage_axes if stage else self.axes, self._rules.find, mesh=self._mesh,
             bucket_bytes=self.plan.bucket_bytes,
+            reduce_dtype=self.plan.reduce_dtype if gradients else None, **more,
         )  # fmt: skip
 
     def expanded(self, shardings: PyTree) -> PyTree:
@@ -409,17 +407,16 @@ _AXES = ("data", "pipeline", "tensor")
 _GATHERS = ("all-gather", "all-to-all")
 
 
-def _whole(arrays: PyTree) -> PyTree:
+def _whole(arrays: PyTree, *, data_varying: bool = False) -> PyTree:
     return jax.tree.map(
-        lambda a: ShardedValue(a, a.shape, TensorSharding.replicated(a.ndim)), arrays
-    )
-
-
-def _varying(arrays: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda a: ShardedValue(a, a.shape, TensorSharding.replicated(a.ndim), data_varying=True),
+        lambda a: ShardedValue(
+            a, a.shape, TensorSharding.replicated(a.ndim), data_varying=data_varying
+        ),
         arrays,
     )
+
+
+_varying = functools.partial(_whole, data_varying=True)
 
 
 def _arrays(values: PyTree) -> PyTree:
@@ -438,20 +435,3 @@ def _uses_tensor(plan: Plan, tags: set[Tag], jaxpr: Any) -> bool:
 
 def _names(entries: Sequence[Any]) -> list[Any]:
     return [name for e in entries for name in (e if isinstance(e, tuple) else (e,))]
-
-
-def _parts(tags: set[Tag], tensor: int) -> dict[str, tuple[int, ...]]:
-    """Return the prime factors of `tensor` if an annotation splits over fewer devices, else {}.
-
-    `tensor=4` and an annotation with 2 shards give `{"tensor": (2, 2)}`: each part is an axis.
-    """
-    ways = {n for tag in tags if isinstance(tag, Split) for n in tag.num_shards.values()}
-    if tensor == 1 or ways <= {1, tensor}:
-        return {}
-    parts, left, factor = [], tensor, 2
-    while left > 1:
-        while left % factor == 0:
-            parts.append(factor)
-            left //= factor
-        factor += 1
-    return {"tensor": tuple(parts)}
