@@ -79,6 +79,7 @@ def test_the_order_of_a_run_is_the_one_that_is_declared(tmp_path, monkeypatch):
         [
             "WatchedCalls", "ReplicaGuard", "Measurements", "Callbacks", "ProgressHook",
             "MeasuredLine", "NotFiniteGuard", "MetricsLog", "RollbackHook", "Saving",
+            "CompiledNote",
         ],
         ["WatchedCalls", "ReplicaGuard", "Callbacks", "ProgressHook", "NotFiniteGuard"],
     ]  # fmt: skip

@@ -9,9 +9,11 @@ from jax import lax
 from tests import models
 
 import plurax as px
+from plurax.execute.recorder import record_step
 from plurax.partition.scopes import reason_scope
-from plurax.trace.collectives import collectives_of
+from plurax.trace.collectives import collectives_of, every_collective
 from plurax.trace.flatten import Flattener
+from plurax.trace.liveness import peak_bytes
 from plurax.trace.step_trace import Value
 
 SIZES = {"data": 2, "tensor": 4}
@@ -144,3 +146,34 @@ def test_of_a_population_the_collectives_of_one_member_are_planned():
     plan = px.Plan(member=2, chunk=2, **fields)
     two = px.compile(task, models.optimizer(), plan, batch, members=px.Members(4))
     assert two.planned_collectives() == one.planned_collectives() != []
+
+
+TRACED = {
+    "one device": (models.mlp_task, px.Plan(microbatches=2)),
+    "data": (models.mlp_task, px.Plan(data=4)),
+    "tensor": (models.transformer_task, px.Plan(data=2, tensor=2, shardings=models.megatron())),
+    "pipeline": (models.perceptron_stack, px.Plan(data=2, pipeline=2, microbatches=4)),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_what_was_traced_to_compile_says_what_a_recorded_step_says(name):
+    """Nothing is traced again, and of a loop over steps the step in it is read."""
+    make, plan = TRACED[name]
+    task, batch = make(), models.text(8) if name == "tensor" else models.data(8)
+    recorded_step = record_step(task, models.optimizer(), plan, batch)
+    program = px.compile(task, models.optimizer(), plan, batch)
+    rows = px.train.ArrayData(batch, 8)
+    order = program.place_epoch(*rows.epoch_order(0))
+    loop = program.compile_loop(program.place_data(rows.arrays), order)
+    for compiled, looped in ((program.compiled, False), (loop, True)):
+        record = program.compile_record(compiled)
+        assert (record.looped, record.seconds > 0) == (looped, True)
+        found = program.read_traced(record)
+        assert found.collectives == every_collective(recorded_step)
+        if not looped or name != "one device":  # of which the loop has the data too
+            # Of halves that are traced apart, a number or two is written once more.
+            assert found.peak == pytest.approx(peak_bytes(recorded_step), abs=8)
+        else:
+            assert found.peak > peak_bytes(recorded_step)
+    assert program.compile_record(jax.jit(jnp.sin).lower(1.0).compile()) is None

@@ -355,6 +355,43 @@ def test_predicted_stands_beside_measured(tmp_path):
     assert "+100 %" in text
 
 
+COMPILED = """
+[compiled]
+function = "loop"
+seconds = 3.2
+state_bytes = 1024
+batch_bytes = 2048
+temporary_bytes = 3072
+peak_bytes = 6144
+planned_peak_bytes = 5120
+collectives = 1
+planned_collectives = 4
+differs = ["all-reduce over data"]
+
+[compiled.sent."all-reduce over data"]
+count = 1
+bytes = 3000
+planned_count = 4
+planned_bytes = 1500
+"""
+
+
+def test_what_the_compiler_made_stands_beside_the_plan(tmp_path):
+    """It is no setting: runs do not differ by it, and older runs have none."""
+    new, old = (write_run(tmp_path / name, batch_size=16) for name in ("new", "old"))
+    with (new / "run.toml").open("a") as file:
+        file.write(COMPILED)
+    text = page_of(tmp_path, new, old)
+    part = text[text.index('id="compiled"') : text.index('id="events"')]
+    for shown in ("3.2 s", "1.0 KiB", "2.0 KiB", "3.0 KiB", "6.0 KiB", "5.0 KiB", "+20 %"):
+        assert f">{shown}</td>" in part
+    cells = re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", part[part.index("sent in a step") :])
+    sent = ["new", "all-reduce over data", "4", "1", "1.5 KiB", "2.9 KiB", "+100 %"]
+    assert cells[-7:] == sent
+    assert "compiled." not in text
+    assert 'id="compiled"' not in page_of(tmp_path, old)
+
+
 def test_calibration_and_uncertainty_are_written_and_shown(tmp_path):
     folder = write_run(tmp_path / "one")
     logits = np.random.default_rng(0).normal(size=(5, 30, 3))

@@ -15,10 +15,15 @@ from tests import models
 from tests.command import run
 
 import plurax as px
+from plurax.analysis.compiled_figures import CompiledFigures, figures_text
 from plurax.cli import dispatch
 from plurax.cli.file_or_run import tokens
+from plurax.execute.recorder import record_step
+from plurax.hlo.memory import memory
 from plurax.loop.log_rows import read_rows
 from plurax.run_folder.run_file import git_state, read_run_file, run_toml
+from plurax.trace.collectives import every_collective
+from plurax.trace.liveness import peak_bytes
 
 EXPERIMENT = """
 import optax, plurax as px
@@ -135,6 +140,84 @@ def test_each_start_is_a_line_and_a_restart_begins_anew(tmp_path):
     assert (tmp_path / "before.1" / "run.toml").is_file()
 
 
+def compiled_table(folder):
+    return tomllib.loads((folder / "run.toml").read_text())["compiled"]
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_the_compiled_program_is_noted_beside_its_plan(tmp_path, resident):
+    """Nothing is compiled for it: the program has the one function that the run called."""
+    task, plan = models.mlp_task(), px.Plan(data=4, zero=3, microbatches=2)
+    given = {"plan": plan, "batch_size": 16, "progress": False, "resident": resident}
+    result = px.fit(task, OPTIMIZER, models.data(32), output=tmp_path, **given)
+    (compiled,) = result.program._compiled.so_far.values()
+    held, found = memory(compiled), compiled_table(tmp_path)
+    assert (found["function"], found["peak_bytes"]) == ("loop", held.peak)
+    assert found["temporary_bytes"] == held.temporaries
+    assert found["state_bytes"] + found["batch_bytes"] == held.arguments
+    held = jax.tree.leaves((result.state.params, result.state.opt_state))
+    shards = [leaf.addressable_shards[0].data.nbytes for leaf in held]
+    assert 0 < found["state_bytes"] - sum(shards) < 100  # the counters and the key
+    assert 0 < found["seconds"] < 1000
+    trace = record_step(task, OPTIMIZER, plan, models.data(16))
+    planned = peak_bytes(trace) + found["batch_bytes"]  # the data are given, not planned
+    assert found["planned_peak_bytes"] == planned
+    sent = every_collective(trace)
+    assert found["planned_collectives"] == len([n for one in sent for n in range(one.trips)])
+    counts = [one["count"] for one in found["sent"].values()]
+    assert found["collectives"] == sum(counts) < found["planned_collectives"]
+    assert found["differs"] == []  # fewer collectives, of the same bytes
+    gathered = found["sent"]["all-gather over data"]
+    assert gathered["bytes"] == gathered["planned_bytes"] > 0
+    assert read_run_file(tmp_path).compiled == found
+
+
+def test_figures_stay_until_a_run_that_goes_on_has_its_own(tmp_path):
+    """They are no condition of a resume: another plan has others."""
+    trained(tmp_path)
+    first = compiled_table(tmp_path)
+    trained(tmp_path, resume=True)  # which has no step left
+    assert compiled_table(tmp_path) == first
+    assert (tmp_path / "run.toml").read_text().count("[compiled]") == 1
+    trained(tmp_path, epochs=2, resume=True, plan=px.Plan(data=4))
+    assert compiled_table(tmp_path)["peak_bytes"] != first["peak_bytes"]
+    assert (tmp_path / "run.toml").read_text().count("[compiled]") == 1
+    trained(tmp_path, restart=True, max_steps=1)  # ended within its first epoch
+    assert compiled_table(tmp_path) == first
+
+
+def test_what_differs_from_the_plan_is_named():
+    figures = CompiledFigures("step", 1.0, 8, 8, 8, 24, 24, {
+        "all-reduce over data": {"count": 1, "bytes": 8, "planned_count": 2, "planned_bytes": 8},
+        "all-gather over data": {"count": 3, "bytes": 9, "planned_count": 3, "planned_bytes": 8},
+    })  # fmt: skip
+    found = figures.table()
+    assert (found["differs"], found["collectives"]) == (["all-gather over data"], 4)
+    assert found["planned_collectives"] == 5
+    text = figures_text(found)
+    assert text.startswith("compiled in 1 s: 24 B on a device, planned 24 B; 4 collectives in a ")
+    assert text.endswith(" step, planned 5")
+    assert figures_text({**found, "seconds": "long"}) == figures_text({}) == ""
+
+
+def test_members_have_no_planned_figures(tmp_path):
+    trained(tmp_path, members=px.Members(3), plan=px.Plan())
+    found = compiled_table(tmp_path)
+    assert not [name for name in found if name.startswith("planned")]
+    assert found["collectives"] == 0 < found["peak_bytes"]
+
+
+def test_a_run_goes_on_where_its_figures_cannot_be_written(tmp_path, monkeypatch):
+    def full(folder, figures):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("plurax.train.measurements.note_compiled", full)
+    with pytest.warns(px.errors.SaveFailedWarning, match="figures of the compiled program are not"):
+        found = trained(tmp_path, epochs=2)
+    assert "compiled" not in found
+    assert [row["kind"] for row in read_rows(tmp_path / "metrics.jsonl")].count("epoch") == 2
+
+
 def test_the_state_of_git(tmp_path, monkeypatch):
     def git(*arguments):
         identity = ("-c", "user.name=a", "-c", "user.email=a@b")
@@ -227,6 +310,18 @@ def test_other_commands_read_a_folder(ran, capsys):
     code, out, _ = run(capsys, "train", "ran", "--help")
     assert "(default: 3)" in out  # its seed
     assert "(default: ran)" in out
+
+
+def test_a_plan_is_shown_with_what_its_run_compiled(ran, capsys):
+    text = figures_text(compiled_table(ran))
+    code, out, err = run(capsys, "plan", "ran")
+    assert code == 0, err
+    assert f"when ran was trained: {text}" in out.splitlines()
+    path = ran / "run.toml"
+    path.write_text(path.read_text().partition("\n[compiled]")[0])  # of an earlier version
+    code, out, err = run(capsys, "plan", "ran")
+    assert code == 0, err
+    assert "when ran was trained" not in out
 
 
 def test_a_run_of_python_is_read_with_a_file(workplace, capsys):

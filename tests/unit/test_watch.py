@@ -53,6 +53,14 @@ def test_a_frame_has_the_rows_the_curve_and_the_events(locked):
     assert "step 21  save failed  reason disk full" in text
 
 
+def test_what_was_compiled_is_a_line(locked):
+    folder, _ = locked
+    assert "compiled" not in shown(WatchedRun(folder))
+    with (folder / "run.toml").open("a") as file:
+        file.write("[compiled]\nseconds = 2.5\npeak_bytes = 2048\ncollectives = 0\n")
+    assert "\ncompiled in 2.5 s: 2.0 KiB on a device\n" in shown(WatchedRun(folder))
+
+
 @pytest.mark.parametrize("width", [40, 60, 200])
 def test_a_frame_fits_the_terminal(locked, width):
     assert max(map(len, shown(WatchedRun(locked[0]), width).splitlines())) <= width

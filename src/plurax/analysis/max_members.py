@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.analysis.batch_size import largest_below
 from plurax.execute.check import check_kinds
-from plurax.execute.compiled_functions import lower_step
+from plurax.execute.compiled_functions import trace_step
 from plurax.execute.placement import Placement, leading_dim
 from plurax.execute.population import HyperFn, Population
 from plurax.hlo.memory import memory as compiled_memory
@@ -89,8 +89,8 @@ def max_members(
 
         # Search in whole chunks on every device: a partial chunk would compile a second body.
         def peak(units: int) -> int:
-            step = lower_step(population.abstract_of(units * unit), placement)  # noqa: B023
-            return compiled_memory(step.compile()).peak
+            step = trace_step(population.abstract_of(units * unit), placement)  # noqa: B023
+            return compiled_memory(step.lower().compile()).peak
 
         fits, fits_bytes, over, over_bytes, compilations = largest_below(peak, budget)
         if fits:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from plurax import errors, tree
+from plurax.analysis.compiled_figures import figures_text
 from plurax.analysis.estimate import Estimate, estimate
 from plurax.analysis.measured import Measured
 from plurax.cli.chosen import chosen_program, data_source, written
@@ -25,6 +26,7 @@ from plurax.report.picture import check_matplotlib
 from plurax.report.plan_picture import draw_plan
 from plurax.report.plan_tables import compared_table, plan_report, shards_table
 from plurax.report.timeline import ScheduleCosts, compared_schedules_table, timeline_report
+from plurax.run_folder.run_file import read_run_file
 from plurax.task import Task
 from plurax.trace.liveness import peak_bytes
 from plurax.train.tune import tune
@@ -66,7 +68,9 @@ def plan_command(arguments: list[str]) -> int:
             compared_table(planned, compiled) if planned else None,
             compiled,
             _predicted_peak(experiment, options, program, predicted),
-        )
+        ),
+        *_trained(arguments[0]),
+        sep="\n",
     )
     if predicted is not None:
         beside = Measured.of(predicted, program.compiled, program.mesh)
@@ -93,6 +97,13 @@ def plan_command(arguments: list[str]) -> int:
         )
         console.print(f"wrote {path}")
     return 0
+
+
+def _trained(path: str) -> list[str]:
+    """Return a line on what was compiled when a run was trained, if `path` is its folder."""
+    run = read_run_file(path) if Path(path).is_dir() else None
+    text = "" if run is None else figures_text(run.compiled)
+    return [f"\nwhen {path} was trained: {text}"] if text else []
 
 
 def _check_shown(options: Show, plan: Plan) -> None:

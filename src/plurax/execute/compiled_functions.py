@@ -4,7 +4,9 @@ What is compiled depends on shapes alone. Populations of as many members share i
 hyperparameters are arguments of every call.
 """
 
+import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,23 +27,37 @@ COUNT = jax.ShapeDtypeStruct((), jnp.int32)
 """A number of examples or steps, as the compiled functions take it."""
 
 
-def lower_step(functions: StepFunctions, placement: Placement) -> jax.stages.Lowered:
-    """Lower a step for batches of a placement's shapes."""
-    return jitted_update(functions, functions.step).lower(
-        *_state(functions), placement.abstract(), COUNT
-    )
+@dataclasses.dataclass(frozen=True)
+class CompileRecord:
+    """How a function was compiled: its `jaxpr`, as traced, the `seconds` of tracing and compiling,
+    and whether it is a loop over steps."""
+
+    jaxpr: Any
+    seconds: float
+    looped: bool
 
 
-def lower_loop(
+def _record(key: Any, traced: jax.stages.Traced, began: float) -> CompileRecord:
+    """Return the record of a function that has just been compiled."""
+    return CompileRecord(traced.jaxpr, time.perf_counter() - began, isinstance(key, tuple))
+
+
+def trace_step(functions: StepFunctions, placement: Placement) -> jax.stages.Traced:
+    """Trace a step for batches of a placement's shapes."""
+    step = jitted_update(functions, functions.step)
+    return step.trace(*_state(functions), placement.abstract(), COUNT)
+
+
+def trace_loop(
     functions: StepFunctions, data: PyTree, order: tuple[Any, ...] = ()
-) -> jax.stages.Lowered:
-    """Lower a loop over abstract data (see `abstract_data`) in an order on the devices.
+) -> jax.stages.Traced:
+    """Trace a loop over abstract data (see `abstract_data`) in an order on the devices.
 
     Raises `BatchError` where the functions take no such order.
     """
     functions.check_order(order)
     loop = jitted_update(functions, functions.loop)
-    return loop.lower(*_state(functions), data, *abstract(order), COUNT, COUNT)
+    return loop.trace(*_state(functions), data, *abstract(order), COUNT, COUNT)
 
 
 def check_constants(error: Exception) -> None:
@@ -57,8 +73,9 @@ def check_constants(error: Exception) -> None:
         ) from None
 
 
-def compile_all(lowered: dict[Any, jax.stages.Lowered]) -> dict[Any, jax.stages.Compiled]:
+def compile_all(traced: dict[Any, jax.stages.Traced]) -> dict[Any, jax.stages.Compiled]:
     """Compile programs at the same time: the compilation of one uses one core."""
+    lowered = {key: one.lower() for key, one in traced.items()}
     with ThreadPoolExecutor(len(lowered)) as pool:
         started = {key: pool.submit(one.compile) for key, one in lowered.items()}
         return {key: future.result() for key, future in started.items()}
@@ -91,8 +108,8 @@ def lower_most_run(
 ) -> jax.stages.Lowered:
     """Lower the loop over the data that members read themselves, or without data the step."""
     if data is None:
-        return lower_step(functions, placement)
-    return lower_loop(functions, abstract_data(data.arrays, functions.mesh))
+        return trace_step(functions, placement).lower()
+    return trace_loop(functions, abstract_data(data.arrays, functions.mesh)).lower()
 
 
 def abstract_inference(functions: StepFunctions) -> tuple[Any, ...]:
@@ -125,7 +142,8 @@ class CompiledFunctions:
     that members read themselves, or None.
 
     **Attributes:** `so_far`, what has been compiled, by what it is: `"step"`, `"init"` or the key
-    of a loop; `gradients`, `apply` and `init`, jitted: JAX compiles them when they are called.
+    of a loop; `records`, of these, how; `gradients`, `apply` and `init`, jitted: JAX compiles them
+    when they are called.
     """
 
     def __init__(
@@ -133,21 +151,31 @@ class CompiledFunctions:
     ) -> None:
         self._functions, self._placement, self._data = functions, placement, data
         self.so_far: dict[Any, jax.stages.Compiled] = {}
+        self.records: dict[Any, CompileRecord] = {}
 
     @property
     def step(self) -> jax.stages.Compiled:
         """The compiled step."""
-        if "step" not in self.so_far:
-            self.so_far["step"] = lower_step(self._functions, self._placement).compile()
-        return self.so_far["step"]
+        return self._compile("step", lambda: trace_step(self._functions, self._placement))
+
+    def _compile(self, key: Any, trace: Callable[[], jax.stages.Traced]) -> jax.stages.Compiled:
+        if key not in self.so_far:
+            began = time.perf_counter()
+            traced = trace()
+            self.so_far[key] = traced.lower().compile()
+            self.records[key] = _record(key, traced, began)
+        return self.so_far[key]
+
+    def record_of(self, compiled: jax.stages.Compiled) -> CompileRecord | None:
+        """Return how a step or a loop was compiled, None where it is not of these."""
+        keys = (key for key, one in self.so_far.items() if one is compiled)
+        return self.records.get(next(keys, None))
 
     def loop(self, data: PyTree, order: tuple[Any, ...] = ()) -> jax.stages.Compiled:
         """Return the compiled loop for data and an order of these shapes."""
         data = abstract_data(data, self._functions.mesh)
         key = loop_key(data, order)
-        if key not in self.so_far:
-            self.so_far[key] = lower_loop(self._functions, data, order).compile()
-        return self.so_far[key]
+        return self._compile(key, lambda: trace_loop(self._functions, data, order))
 
     @property
     def most_run(self) -> jax.stages.Compiled:
@@ -183,11 +211,13 @@ class CompiledFunctions:
     def init_members(self, start: dict[str, jax.Array]) -> jax.stages.Compiled:
         """Return the compiled function of fresh members, and compile their loop beside it."""
         if "init" not in self.so_far:
+            began = time.perf_counter()
             arguments = abstract((*self._functions.arguments, start))
-            lowered = {"init": self.init.lower(*arguments)}
+            traced = {"init": self.init.trace(*arguments)}
             if self._data is not None:  # the loop runs next
                 data = abstract_data(self._data.arrays, self._functions.mesh)
                 if (key := loop_key(data, ())) not in self.so_far:
-                    lowered[key] = lower_loop(self._functions, data)
-            self.so_far |= compile_all(lowered)
+                    traced[key] = trace_loop(self._functions, data)
+            self.so_far |= compile_all(traced)
+            self.records |= {key: _record(key, one, began) for key, one in traced.items()}
         return self.so_far["init"]

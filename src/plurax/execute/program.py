@@ -21,7 +21,7 @@ from plurax.execute.array_data import ArrayData
 from plurax.execute.backends.choose import needs_partitioner
 from plurax.execute.batch_buffer import Buffers
 from plurax.execute.choose_chunk import Candidate, choose_plan, measure_plan
-from plurax.execute.compiled_functions import lower_most_run
+from plurax.execute.compiled_functions import CompileRecord, lower_most_run
 from plurax.execute.coupling import may_pad
 from plurax.execute.evaluate import Evaluator
 from plurax.execute.hyperparams import Hyperparams
@@ -31,7 +31,7 @@ from plurax.execute.network import Network
 from plurax.execute.placement import Placed, Placement, device_data, leading_dim
 from plurax.execute.population import HyperFn, Population, example_network
 from plurax.execute.predict import Predictor
-from plurax.execute.recorder import record_network
+from plurax.execute.recorder import TracedStep, read_traced, record_network
 from plurax.execute.replicas import ReplicaCheck
 from plurax.execute.runner import ExactRunner, PaddedRunner
 from plurax.execute.step import Gradients, Metrics
@@ -437,6 +437,15 @@ class Program:
             self._functions.backend,
         )  # fmt: skip
         return planned_collectives(record_network(network, self._placement))
+
+    def compile_record(self, compiled: jax.stages.Compiled) -> CompileRecord | None:
+        """Return how a step or a loop of this program was compiled, None for another function."""
+        return self._runner.record_of(compiled)
+
+    def read_traced(self, record: CompileRecord) -> TracedStep | None:
+        """Return what is planned for a step or a loop, from how it was traced; nothing is traced
+        again. None for a population."""
+        return read_traced(self._functions, record.jaxpr)
 
     @property
     def shardings(self) -> list[ParameterInfo]:

@@ -23,6 +23,7 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from plurax.collective import Collective
 from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.choose import needs_partitioner
 from plurax.execute.backends.pipelined import PipelinedBackend
@@ -30,12 +31,15 @@ from plurax.execute.check import check_kinds
 from plurax.execute.compiled_functions import COUNT
 from plurax.execute.network import Network
 from plurax.execute.placement import Placement, leading_dim
+from plurax.execute.step_functions import StepFunctions
 from plurax.jaxpr.compat import inner_jaxprs, open_jaxpr
 from plurax.mesh import abstract_mesh, split_rows
 from plurax.pipeline.schedule import SCHEDULES, make_schedule
 from plurax.plan import Plan
 from plurax.task import Task
+from plurax.trace.collectives import collectives_of
 from plurax.trace.flatten import Flattener
+from plurax.trace.liveness import block_peak
 from plurax.trace.step_trace import Block, Op, PipelineActions, PlannedMemory, StepTrace, Value
 
 
@@ -127,6 +131,57 @@ def record_steady_step(
         memory=dataclasses.replace(trace.memory, batch=rows),
         pipeline=dataclasses.replace(trace.pipeline, schedule=schedule),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """What is planned for a step: its `collectives`, and the `peak` bytes of a device.
+
+    Of a loop over steps the peak leaves out the data, unless there is one device.
+    """
+
+    collectives: list[Collective]
+    peak: int
+
+
+def read_traced(functions: StepFunctions, traced: Any) -> TracedStep | None:
+    """Return what is planned for a step, or a loop over steps, from the jaxpr that was compiled.
+
+    None for a population, and where no body of one device is in it.
+    """
+    if not isinstance(functions, Network):
+        return None
+    mesh, count = functions.mesh, len(jax.tree.leaves(functions.layout.abstract(functions.mesh)))
+    jaxpr, first = open_jaxpr(traced)[0], 0
+    if mesh.size > 1:
+        eqn = _mapped(jaxpr)
+        if eqn is None:
+            return None
+        # Constants come before the state, which the first results replace.
+        state = [var.aval for var in eqn.outvars[:count]]
+        avals = [atom.aval for atom in eqn.invars]
+        starts = range(len(avals) - count + 1)
+        first = next((i for i in starts if avals[i : i + count] == state), 0)
+        jaxpr = inner_jaxprs(eqn)[0]
+    axes, platform = functions.plan.axes, mesh.devices.flat[0].platform
+    args = [Value(var.aval) for var in jaxpr.invars]
+    block = Flattener(axes).block(jaxpr, args)
+    block.inputs = args[first:]
+    return TracedStep(
+        collectives_of(block, axes, _actions(functions.backend)),
+        block_peak(block, args[first : first + count], platform),
+    )
+
+
+def _mapped(jaxpr: Any) -> Any:
+    """Return the `jax.shard_map` of a step, which may be in a loop; None without any."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            return eqn
+        for inner in inner_jaxprs(eqn):
+            if (found := _mapped(inner)) is not None:
+                return found
+    return None
 
 
 def _actions(backend: Backend) -> PipelineActions | None:

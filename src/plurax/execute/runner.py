@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.execute.array_data import ArrayData
-from plurax.execute.compiled_functions import CompiledFunctions, check_constants
+from plurax.execute.compiled_functions import CompiledFunctions, CompileRecord, check_constants
 from plurax.execute.dispatch_limiter import DispatchLimiter
 from plurax.execute.epoch_loop import equal_sizes
 from plurax.execute.mask import mask_not_read
@@ -71,6 +71,10 @@ class PaddedRunner:
         """Update the state once from a padded batch."""
         state, metrics = self._run(self.compiled.step, state, *placed)
         return state, self._functions.trim(metrics)
+
+    def record_of(self, compiled: jax.stages.Compiled) -> CompileRecord | None:
+        """Return how a step or a loop was compiled, None where it is of another runner."""
+        return self.compiled.record_of(compiled)
 
     def compile_loop(self, data: PyTree, order: Order) -> jax.stages.Compiled:
         """Return the compiled loop."""
@@ -125,6 +129,11 @@ class ExactRunner:
     def for_rows(self, rows: PyTree) -> PaddedRunner:
         """Return the runner of as many rows."""
         return self._runner(leading_dim(rows))
+
+    def record_of(self, compiled: jax.stages.Compiled) -> CompileRecord | None:
+        """Return how a step or a loop of any size was compiled."""
+        records = (one.record_of(compiled) for one in self._runners.values())
+        return next((record for record in records if record), None)
 
     def compile_loop(self, data: PyTree, order: Order) -> jax.stages.Compiled:
         """Return the compiled loop; where sizes differ that of the first, and compile all."""

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plurax import errors
+from plurax.analysis.compiled_figures import figures_text
 from plurax.checkpoint import Checkpoints
 from plurax.checkpoint.lock import LOCK, writer_of
 from plurax.loop.log_rows import Row
@@ -131,6 +132,8 @@ class WatchedRun:
             done = self._epochs_done()
             bar = ProgressBar(total=total, completed=min(done, total), width=min(width, 72))
             parts += [bar, Text("")]
+        if text := self._compiled():
+            parts += [Text(text, style="dim")]
         if (values := self.series.steps(self.metric).values).size:
             parts += [Text(""), *curve_lines(self.metric, values, min(COLUMNS, width - 14))]
         if self.series.epochs:
@@ -153,6 +156,12 @@ class WatchedRun:
         if left is not None:
             parts.append(f"{_clock(left)} left")
         return text.append("  " + " · ".join(parts))
+
+    def _compiled(self) -> str:
+        """Return what the compiler made of the program, "" before the first epoch."""
+        begin = "compiled."
+        flat = {k.removeprefix(begin): v for k, v in self.settings.items() if k.startswith(begin)}
+        return figures_text(flat)
 
     def _epochs_done(self) -> float:
         """Return the epochs that are done, with the part of the one that goes on."""

@@ -14,7 +14,7 @@ from plurax.execute.program import Program
 from plurax.loop.data import Data
 from plurax.loop.log_rows import encode_row
 from plurax.machine import Machine
-from plurax.run_folder.run_file import RUN_FILE, STARTS, run_toml, utc_now
+from plurax.run_folder.run_file import RUN_FILE, STARTS, noted_compiled, run_toml, utc_now
 
 FILES = (
     "metrics.jsonl", "tensorboard", "plan.toml", "machine.toml", "servers.jsonl", "rollbacks.jsonl",
@@ -80,7 +80,9 @@ def save_settings(
         replace_file(output / "plan.toml", program.plan.to_toml().encode())
         if machine is not None:
             replace_file(output / "machine.toml", machine.to_toml().encode())
-        replace_file(output / RUN_FILE, run_toml(arguments, program).encode())
+        # Of a run that goes on, the figures stay until its own are known.
+        text = run_toml(arguments, program) + noted_compiled(output)
+        replace_file(output / RUN_FILE, text.encode())
         starts = AppendFile(output / STARTS)
         starts.write(encode_row({"step": step, "time": utc_now()}))
         starts.close()

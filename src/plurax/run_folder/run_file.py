@@ -12,6 +12,8 @@ width = 64
 [plan]                        # as in plan.toml
 data = 4
 [members]  [servers]  [rollback]  [versions]  [devices]  [git]
+[compiled]                    # the last table: what the compiler made of it, after the first epoch
+seconds = 3.2                 # and more, `plurax.analysis.compiled_figures`
 """
 
 import contextlib
@@ -28,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from plurax import __version__, errors
+from plurax.disk import replace_file
 from plurax.execute.program import Program
 from plurax.members import Members
 from plurax.plan import Plan
@@ -47,7 +50,7 @@ NOT_OPTIONS = frozenset(
 )  # fmt: skip
 """Arguments of `fit` that say where a run is, or that stand elsewhere in the file."""
 TABLES = ("options", "command", "experiment", "plan", "members", "servers", "rollback", "versions",
-          "devices", "git")  # fmt: skip
+          "devices", "git", "compiled")  # fmt: skip
 MOST_HYPER = 10_000
 """The longest list of hyperparameters that is written."""
 GIT_SECONDS = 5.0
@@ -62,7 +65,8 @@ class RunSettings:
 
     **Fields:** `folder`, of the run; `file`, its FILE, None where it was not trained by `plurax
     train`; `options`, of the command line by name, tables for those with a dot; `experiment`, the
-    arguments of the file's `experiment()`; `plan`, None where it is not there.
+    arguments of the file's `experiment()`; `plan`, None where it is not there; `compiled`, figures
+    of the program that it trained with last, empty before its first epoch.
     """
 
     folder: Path
@@ -70,6 +74,7 @@ class RunSettings:
     options: Table
     experiment: Table
     plan: Plan | None
+    compiled: Table = dataclasses.field(default_factory=dict)
 
 
 def read_run_file(folder: str | Path) -> RunSettings | None:
@@ -99,8 +104,9 @@ def read_run_file(folder: str | Path) -> RunSettings | None:
         name: _read(value) for name, value in {**table.get("options", {}), **command}.items()
     }
     return RunSettings(
-        folder, Path(file) if file else None, options, table.get("experiment", {}), plan
-    )
+        folder, Path(file) if file else None, options, table.get("experiment", {}), plan,
+        table.get("compiled", {}),
+    )  # fmt: skip
 
 
 def _check_tables(table: Table, path: str) -> None:
@@ -164,6 +170,26 @@ def run_toml(arguments: Mapping[str, Any], program: Program) -> str:
     callbacks = [type(callback).__name__ for callback in arguments.get("callbacks", ())]
     started = {"started": utc_now(), **({"callbacks": callbacks} if callbacks else {})}
     return NOTE + write_toml({**started, **{name: _as_table(tables[name]) for name in tables}})
+
+
+COMPILED = "\n[compiled]\n"
+
+
+def note_compiled(folder: Path, figures: Table) -> None:
+    """Write figures of the compiled program to `run.toml`, in place of those before.
+
+    Raises `OSError`.
+    """
+    path = folder / RUN_FILE
+    before, *_ = path.read_text("utf-8").partition(COMPILED)
+    replace_file(path, (before + "\n" + write_toml({"compiled": figures}).lstrip()).encode())
+
+
+def noted_compiled(folder: Path) -> str:
+    """Return the table that `note_compiled` wrote, as it stands in the file; "" without any."""
+    path = folder / RUN_FILE
+    _, heading, rest = (path.read_text("utf-8") if path.is_file() else "").partition(COMPILED)
+    return heading + rest
 
 
 def utc_now() -> str:

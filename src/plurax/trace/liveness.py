@@ -42,10 +42,15 @@ def peak_bytes(trace: StepTrace, platform: str = "cpu") -> int:
 
     **Arguments:** `platform`, whose compiler's rules are followed.
     """
+    return block_peak(trace.block, trace.state, platform)
+
+
+def block_peak(block: Block, state: Sequence[Value], platform: str) -> int:
+    """Return `peak_bytes` of a program whose results begin with its new `state`."""
     rules = rules_of(platform)
-    held = [*trace.arguments, *trace.block.outputs[len(trace.state) :]]
+    held = [*block.inputs, *block.outputs[len(state) :]]
     arrays = sum(rules.size(value, False) for value in held if value)
-    return arrays + temporaries(trace.block, trace.state, rules)
+    return arrays + temporaries(block, state, rules)
 
 
 def temporaries(block: Block, state: Sequence[Value], rules: CompilerRules = xla_cpu.RULES) -> int:

@@ -10,7 +10,8 @@
     not finite      what is wrong is said after what has been reached
     log             before any decision that would cut it: it has every step that was taken
     rollback        judges the steps that are logged; of a run that goes back, the log is cut first
-    saving          the last: no checkpoint is ahead of what those before it have written
+    saving          no checkpoint is ahead of what those before it have written
+    compiled        the last: reading the compiled program takes a moment, once
 
 No hook knows another's place: what one needs of another it is given. To add a hook: a line here
 that says why it has its place, and its place in the list of `ordered_hooks`.
@@ -32,7 +33,7 @@ from plurax.progress.progress_hook import ProgressHook
 from plurax.progress.training_progress import TrainingProgress
 from plurax.run_folder.log import MetricsLog
 from plurax.server.coordinator import Coordinator
-from plurax.train.measurements import MeasuredLine, Measurements
+from plurax.train.measurements import CompiledNote, MeasuredLine, Measurements
 from plurax.train.serve import ServersHook
 
 
@@ -70,6 +71,7 @@ def ordered_hooks(
         NotFiniteGuard(source),
         *((log,) if log else ()),
         *saving,
+        *((CompiledNote(log.path.parent),) if log else ()),
     ]
     return Hooks(order, callbacks)
 

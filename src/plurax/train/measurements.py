@@ -1,16 +1,18 @@
 """Estimate the step of a run before it runs, and measure it beside.
 
-Without a machine nothing is traced, compiled or read. With one, the step is traced once more before
-it is compiled; memory and bytes are read from the program that ran, after the first epoch.
+Without a machine nothing more is traced. With one, the step is traced once more before it is
+compiled; memory and bytes are read from the program that ran, after the first epoch.
 """
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jaxtyping import PyTree
 
 from plurax import errors, tree
+from plurax.analysis.compiled_figures import CompiledFigures
 from plurax.analysis.estimate import Estimate, estimate
 from plurax.analysis.measured import Measured, predicted_line
 from plurax.execute.array_data import ArrayData
@@ -22,6 +24,8 @@ from plurax.loop.iterate import stays_resident
 from plurax.loop.log_rows import Row
 from plurax.loop.run import Run
 from plurax.machine import Machine
+from plurax.run_folder.run_file import note_compiled
+from plurax.user_frames import warn
 
 
 def estimate_run(
@@ -127,6 +131,41 @@ class MeasuredLine(RowsHook, EndHook):
     def on_end(self, run: Run, metrics: EpochMetrics | None) -> None:
         """Show what all epochs say."""
         self._measurements.show()
+
+
+class CompiledNote(RowsHook, EndHook):
+    """Writes what the compiler made of the program to `run.toml`, once: after the first epoch.
+
+    **Arguments:** `output`, the folder of the run.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self._output, self._noted = output, False
+
+    def on_rows(self, run: Run, rows: list[Row]) -> None:
+        """Write it once an epoch is logged."""
+        if not self._noted and any(row["kind"] == "epoch" for row in rows):
+            self._note(run)
+
+    def on_end(self, run: Run, metrics: EpochMetrics | None) -> None:
+        """Write it of a run that ends within its first epoch."""
+        if not self._noted:
+            self._note(run)
+
+    def _note(self, run: Run) -> None:
+        self._noted = True
+        if run.call is None or run.call.compiled is None:
+            return
+        try:
+            figures = CompiledFigures.of(run.program, run.call.compiled)
+            if figures is not None:
+                note_compiled(self._output, figures.table())
+        except Exception as error:  # figures are no reason to end a run
+            warn(
+                f"the figures of the compiled program are not in {self._output}/run.toml: {error}. "
+                "Training goes on without them; what is saved is not affected.",
+                errors.SaveFailedWarning,
+            )
 
 
 def _timed(read: Measured, seconds: float, steps: int) -> Measured:

@@ -29,6 +29,7 @@ from plurax.report.page.html_parts import escape, section
 from plurax.report.page.run_data import RunData, read_run, run_folders, run_names
 from plurax.report.page.sections import (
     calibration_section,
+    compiled_section,
     estimate_section,
     events_section,
     plan_section,
@@ -88,13 +89,14 @@ def render(runs: Sequence[RunData], tables: Sequence[SweepData]) -> str:
         "sweep": section("sweep", "Sweep", '<div id="sweeps"></div>') if tables else "",
         "plan": plan_section(runs),
         "estimate": estimate_section(runs),
+        "compiled": compiled_section(runs),
         "calibration": calibration_section(runs),
         "servers": servers_section(runs),
         "events": events_section(runs),
     }
     names = {"runs": "Runs" if len(runs) > 1 else "Summary", "curves": "Curves", "sweep": "Sweep",
-             "plan": "Plan", "estimate": "Estimate", "calibration": "Uncertainty",
-             "servers": "Servers", "events": "Events"}  # fmt: skip
+             "plan": "Plan", "estimate": "Estimate", "compiled": "Compiled",
+             "calibration": "Uncertainty", "servers": "Servers", "events": "Events"}  # fmt: skip
     links = "".join(
         f'<li><a href="#{key}">{escape(names[key])}</a></li>' for key, part in parts.items() if part
     )

@@ -5,6 +5,7 @@ written by another version. What cannot be read is left out.
 
     metrics.jsonl       rows of kind step, epoch and event     RunData.series
     run.toml            how the run was started                RunData.settings
+                        and what was compiled                  RunData.compiled
     plan.toml           its plan                               RunData.plan
     machine.toml        the machine of its estimate            RunData.machine
     servers.jsonl       what workers and servers did           RunData.servers
@@ -47,6 +48,7 @@ class RunData:
     name: str
     series: RunSeries
     settings: Mapping[str, Any]
+    compiled: Mapping[str, Any]
     plan: Plan | None
     machine: Machine | None
     servers: Sequence[Event]
@@ -116,11 +118,13 @@ def read_run(path: Path, name: str | None = None) -> RunData:
     if damage is not None:
         warn(f"{log}: {damage[1]}", errors.DamagedLogWarning)
         series.add([damage_row(*damage)])
+    compiled = _read(lambda: parse_toml(read_text(path / "run.toml"))["compiled"])
     return RunData(
         path=path,
         name=path.name if name is None else name,
         series=series,
         settings=read_settings(path / "run.toml"),
+        compiled=compiled if isinstance(compiled, Mapping) else {},
         plan=_read(lambda: Plan.load(path / "plan.toml")),
         machine=_read(lambda: Machine.load(path / "machine.toml")),
         servers=(_read(lambda: read_events(path / "servers.jsonl")) or [])[-MOST_EVENTS:],

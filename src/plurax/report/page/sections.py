@@ -235,6 +235,45 @@ def _beside(predicted: Any, measured: Any, text: Callable[[float], str]) -> list
     return [*shown, Cell(words, off, "number")]
 
 
+# --- Compiled ------------------------------------------------------------------------------------
+
+SIZES = {"state_bytes": "state", "batch_bytes": "data", "temporary_bytes": "temporaries",
+         "peak_bytes": "in all"}  # fmt: skip
+"""Bytes on a device of a compiled program: as `run.toml` names them, and in words."""
+
+
+def compiled_section(runs: Sequence[RunData]) -> str:
+    """Return what the compiler made of each run's program; "" where no run says so."""
+    several, rows, sent = len(runs) > 1, list[list[Any]](), list[list[Any]]()
+    for run in runs:
+        if not (read := run.compiled):
+            continue
+        named = [run.name] if several else []
+        seconds, peak = read.get("seconds"), read.get("peak_bytes")
+        took = Cell(duration_text(seconds), seconds, "number") if is_number(seconds) else None
+        sizes = [_beside(read.get(name), None, human_bytes)[0] for name in SIZES]
+        planned, _, off = _beside(read.get("planned_peak_bytes"), peak, human_bytes)
+        rows.append([*named, str(read.get("function")), took, *sizes, planned, off])
+        sent += [[*named, name, *_sent(one)] for name, one in _tables(read.get("sent")).items()]
+    if not rows:
+        return ""
+    first = ["run"] if several else []
+    columns = [*first, "compiled", "in", *SIZES.values(), "planned", "off by"]
+    content = table("memory of a device", columns, rows)
+    if sent:
+        columns = [*first, "collective", "planned", "compiled", "planned bytes", "bytes", "off by"]
+        content += table("sent in a step, planned and as compiled", columns, sent)
+    note = "Read from the compiled program after the first epoch. A compiler joins collectives, "
+    note += "and splits them: it is the bytes that should agree."
+    return section("compiled", "Compiled program", content, note)
+
+
+def _sent(one: Mapping[str, Any]) -> list[Any]:
+    counts = [one.get(name) for name in ("planned_count", "count")]
+    beside = _beside(one.get("planned_bytes"), one.get("bytes"), human_bytes)
+    return [*(count if is_number(count) else None for count in counts), *beside]
+
+
 # --- Calibration --------------------------------------------------------------------------------
 
 

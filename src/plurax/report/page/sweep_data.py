@@ -187,7 +187,7 @@ def shared_metrics(runs: Sequence[RunData]) -> list[str]:
 
 
 HIDDEN = ("started", "plan.", "members.hyper.", "members.seeds", "options.machine", "command.",
-          "options.progress")  # fmt: skip
+          "options.progress", "compiled.")  # fmt: skip
 """How names in `run.toml` begin that no comparison shows; fields of the plan come from the plan."""
 
 
