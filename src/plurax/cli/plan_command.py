@@ -52,10 +52,7 @@ def plan_command(arguments: list[str]) -> int:
     program = chosen_program(experiment, options, plan)
     params = program.canonical_shapes.params
     memory, compiled = program.memory(), program.collectives()
-    console = PlainConsole()
-    columns = console.width if console.is_terminal else TIMELINE_WIDTH
-    # A truncated table is useless; a wrapped line can still be read.
-    console.width = max(console.width, TABLE_WIDTH)
+    console, columns = _console()
     planned = program.planned_collectives() if program.members is None else []
     console.print(
         plan_report(
@@ -97,6 +94,15 @@ def plan_command(arguments: list[str]) -> int:
         )
         console.print(f"wrote {path}")
     return 0
+
+
+def _console() -> tuple[PlainConsole, int]:
+    """Return where tables are printed, and how wide a timeline is there."""
+    console = PlainConsole()
+    columns = console.width if console.is_terminal else TIMELINE_WIDTH
+    # A truncated table is useless; a wrapped line can still be read.
+    console.width = max(console.width, TABLE_WIDTH)
+    return console, columns
 
 
 def _trained(path: str) -> list[str]:
