@@ -741,6 +741,11 @@ def test_data_of_members_are_arrays_with_an_order():
         px.errors.MembersError, match="takes arrays and the order in which members read"
     ):
         px.compile(TASK, models.optimizer(), PLAN, batch, members=px.Members(2), data=ROWS)
+    with pytest.raises(
+        px.errors.BatchError, match=r"ArrayData.* have 24 examples, and batch has 16"
+    ):
+        px.compile(TASK, models.optimizer(), PLAN, batch, members=px.Members(2),
+                   data=px.train.ArrayData(ROWS, 24))  # fmt: skip
 
 
 def test_a_program_keeps_the_shapes_of_its_data_and_not_the_data():

@@ -56,6 +56,18 @@ def test_names_of_no_machine(name):
     assert "8xH100-80GB" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("8xMI300X", "MI300X-192GB"), ("2x8xMI300X-192GB", "MI300X-192GB"),
+                       ("8xV100-32GB", "V100-32GB")],
+)  # fmt: skip
+def test_a_machine_that_is_known_without_its_compiler(name, kind):
+    said = rf"of a {kind} plurax knows rates and links, and not what XLA's compiler has to know"
+    with pytest.raises(px.errors.MachineError, match=said) as caught:
+        px.topology(name)
+    assert f"px.Machine.preset('8x{kind}')" in str(caught.value)
+    assert Machine.preset(f"8x{kind}").devices == 8
+
+
 def test_a_name_of_two_kinds():
     with pytest.raises(
         px.errors.MachineError, match=r"A100-80GB: write the memory too, '8xA100-40GB'"
@@ -96,6 +108,10 @@ def arguments():
 WRONG = {
     "epoch of nothing": ({"function": "epoch"}, "compiles the loop over data that are on the"),
     "gradients of data": ({"function": "gradients", "data": 1}, "reads the batch alone, and data="),
+    "an epoch of larger steps": (
+        {"function": "epoch", "data": px.train.ArrayData({"x": np.zeros((32, 2))}, 16)},
+        "compiled_for: the steps of .*batch_size=16.* have 16 examples, and batch has 8, the most",
+    ),
     "a step of data": ({"data": 1}, r"'predict' \(inputs\). Leave data out"),
 }
 

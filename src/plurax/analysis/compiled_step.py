@@ -244,7 +244,7 @@ def compiled_for(
     it does not fit a device, and `BatchError` for `data` that the `function` does not read.
     """
     target = Target.of(machine)
-    _check_function(function, data)
+    _check_function(function, data, batch)
     check_kinds(task, optimizer, plan, members)
     started = time.perf_counter()
     mesh = make_mesh(plan, target.devices())
@@ -290,7 +290,7 @@ def compiled_for(
     )
 
 
-def _check_function(function: str, data: Any) -> None:
+def _check_function(function: str, data: Any, batch: PyTree) -> None:
     """Raise where there is no such function, or the data are not what it reads."""
     if function not in get_args(Function):
         raise errors.ArgumentError(
@@ -303,6 +303,8 @@ def _check_function(function: str, data: Any) -> None:
             "sends and holds depends on their shapes. Give data=..., arrays or "
             "jax.ShapeDtypeStructs with all examples."
         )
+    if isinstance(data, ArrayData) and data.batch_size > leading_dim(batch):
+        raise errors.steps_exceed_batch("compiled_for", data.batch_size, leading_dim(batch))
     if function not in ("epoch", "predict") and data is not None:
         raise errors.BatchError(
             f"function={function!r} reads the batch alone, and data=... is for 'epoch' (all "

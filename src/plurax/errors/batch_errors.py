@@ -71,6 +71,15 @@ def data_one_shot() -> BatchError:
     )
 
 
+def steps_exceed_batch(function: str, batch_size: int, rows: int) -> BatchError:
+    """Of arrays whose steps have more examples than the batch that a program is compiled for."""
+    return BatchError(
+        f"{function}: the steps of data=ArrayData(..., batch_size={batch_size}) have {batch_size} "
+        f"examples, and batch has {rows}, the most that a step of the program takes. Give a batch "
+        f"of {batch_size}, or plurax.train.ArrayData(arrays, {rows})."
+    )
+
+
 def batch_size_not_positive(batch_size: object) -> BatchError:
     return BatchError(
         f"batch_size={batch_size!r}: give the number of examples of a step, a whole number ≥ 1."

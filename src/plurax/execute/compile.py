@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.execute.array_data import ArrayData
 from plurax.execute.check import check_kinds
+from plurax.execute.placement import leading_dim
 from plurax.execute.population import HyperFn
 from plurax.execute.program import Program
 from plurax.members import Members
@@ -76,6 +77,8 @@ def compile(
             "compile(data=...) takes arrays and the order in which members read them, and this is "
             f"a {type(data).__name__}. Write data=plurax.train.ArrayData(arrays, batch_size)."
         )
+    if data.batch_size > leading_dim(batch):
+        raise errors.steps_exceed_batch("compile", data.batch_size, leading_dim(batch))
     data = data.read_by(members)
     program = Program(task, optimizer, plan, batch, mesh, members, data)
     program.compile_loop(data.arrays)
