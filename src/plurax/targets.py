@@ -168,6 +168,9 @@ def _kind_of(name: str, kind: str, platform: str) -> str:
     meant = [one for one in kinds if one == kind] or [
         one for one in kinds if one.startswith(f"{kind}-")
     ]
+    other = [one for one in published() if one == kind or one.partition("-")[0] == kind]
+    if other and not meant:
+        raise _not_described(name, other[0])
     if len(meant) > 1:
         raise errors.MachineError(
             f"{name!r} may mean {' or '.join(meant)}: write the memory too, "
@@ -176,6 +179,15 @@ def _kind_of(name: str, kind: str, platform: str) -> str:
     if not meant:
         raise _unknown(name)
     return meant[0]
+
+
+def _not_described(name: str, kind: str) -> errors.MachineError:
+    return errors.MachineError(
+        f"{name!r}: of a {kind} plurax knows rates and links, and not what XLA's compiler has to "
+        "know to compile for it on another machine. Where such devices are, px.compile compiles "
+        f"for them; anywhere, px.estimate(..., px.Machine.preset('8x{kind}')) says what a step "
+        f"costs. There are descriptions of {', '.join(targets())}."
+    )
 
 
 def _unknown(name: str) -> errors.MachineError:

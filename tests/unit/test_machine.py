@@ -235,11 +235,22 @@ def test_what_the_presets_are():
     assert Machine.presets() == [
         "8xV100-16GB", "8xV100-32GB", "8xA100-40GB", "8xA100-80GB", "8xH100-80GB", "8xH200-141GB",
         "8xB200-180GB", "72xGB200-186GB", "4096xTPU-v4", "256xTPU-v5e", "8960xTPU-v5p",
-        "256xTPU-v6e", "18432xTPU-7x", "8xAscend-910",
+        "256xTPU-v6e", "18432xTPU-7x", "8xMI300X-192GB", "8xAscend-910",
     ]  # fmt: skip
     tpus = [Machine.preset(f"{n}xTPU-v5e").levels for n in (8, 256)]
     assert [[level.devices for level in levels] for levels in tpus] == [[8], [16, 256]]
     assert [level.devices for level in Machine.preset("4xA100-40GB", nodes=2).levels] == [4, 8]
+
+
+def test_an_amd_gpu_is_its_data_sheet():
+    """304 compute units at 2.1 GHz; seven links of 64 GB/s in each direction."""
+    machine = Machine.preset("8xMI300X-192GB")
+    a_cycle = {"bfloat16": 2048, "float16": 2048, "float32": 256, "float64": 256, "int8": 4096}
+    for dtype, operations in a_cycle.items():
+        assert machine.flops[dtype] == pytest.approx(304 * 2.1e9 * operations, rel=1e-3)
+    assert (machine.memory, machine.memory_bandwidth) == (192e9, 5.3e12)
+    assert machine.levels[0].bandwidth == 7 * 64e9
+    assert machine.platform == "gpu"
 
 
 def test_the_machine_in_the_guide_can_be_read():
