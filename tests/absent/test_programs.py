@@ -230,3 +230,33 @@ def test_a_program_for_devices_that_are_not_here_does_not_run(machine):
 def test_no_machine_of_these_chips():
     with pytest.raises(px.errors.MachineError, match=r"cannot describe it: .* of a host's"):
         px.topology("v5e:3x5")
+
+
+QUICK = {("4xH100", "zero 2"), ("v5e:2x2", "data")}
+IN_BFLOAT16 = [(machine, name) for machine in MACHINES for name in PLANS if "data" in PLANS[name]]
+
+
+@pytest.mark.parametrize(
+    ("machine", "name"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in IN_BFLOAT16],
+)
+def test_gradients_travel_in_bfloat16(machine, name):
+    """Half the bytes of float32 are added up over `data`, as planned; all else is as before."""
+    task = stacked_task() if "pipeline" in PLANS[name] else scanned_task()
+    plan = px.Plan(**PLANS[name], reduce_dtype="bfloat16")
+    result = px.analysis.compiled_for(task, optax.adam(1e-3), plan, rows(), machine)
+
+    def sent(collectives, field):
+        sizes = Counter()
+        for one in collectives:
+            reduces = one.kind in ("all-reduce", "reduce-scatter") and "data" in one.axes
+            if max(one.bytes, one.planned_bytes) > 64:
+                sizes["reduced" if reduces else one.kind, one.axes] += getattr(one, field)
+        return sizes
+
+    exact = sent(compiled(machine, name).collectives, "planned_bytes")
+    for field in ("planned_bytes", "bytes"):
+        found = sent(result.collectives, field)
+        for key, size in exact.items():
+            wanted = size / 2 if key[0] == "reduced" else size
+            assert abs(found[key] - wanted) <= 64, (field, key, found, exact)
