@@ -289,3 +289,13 @@ ERRORS = {
 def test_how_far_two_tensors_are_apart(name):
     found, expected, error = ERRORS[name]
     assert verification._error(found, expected) == pytest.approx(error)
+
+
+def test_rounded_sums_are_not_compared():
+    with pytest.raises(
+        px.errors.PlanError, match="what differs by rounding would hide what is wrong"
+    ):
+        px.verify(
+            models.mlp_task(), optax.sgd(0.1), px.Plan(data=2, reduce_dtype="bfloat16"),
+            models.data(8),
+        )  # fmt: skip

@@ -138,6 +138,17 @@ class Verification:
         )
 
 
+def _check_sums(plan: Plan) -> None:
+    """Raise `PlanError` for a plan whose sums are rounded."""
+    if plan.reduce_dtype is not None:
+        raise errors.PlanError(
+            f"plurax.verify: under reduce_dtype={plan.reduce_dtype!r} devices round gradients "
+            "before they add them up, and one device adds up none: what differs by rounding would "
+            "hide what is wrong. Verify the same plan without it: "
+            "dataclasses.replace(plan, reduce_dtype=None)."
+        )
+
+
 def verify(
     task: Task,
     optimizer: optax.GradientTransformation,
@@ -161,7 +172,7 @@ def verify(
     `precision="bfloat16"` one device also computes in float32, and 4 times that difference is
     allowed. A wrong reduction or sharding differs by orders of magnitude more.
 
-    Raises `PlanError` where there are too few CPU devices.
+    Raises `PlanError` where there are too few CPU devices, and for a plan with `reduce_dtype`.
 
     >>> import jax.numpy as jnp, optax, plurax as px
     >>> task = px.Task(
@@ -174,6 +185,7 @@ def verify(
     if whole_number(steps) is None:
         raise errors.BatchError(f"steps={steps!r}: give a whole number of steps, at least 1.")
     check_kinds(task, optimizer, plan, None)
+    _check_sums(plan)
     devices = jax.devices("cpu")
     plan.check_devices(len(devices))
     plan.padded_size(leading_dim(batch))  # before one device trains
