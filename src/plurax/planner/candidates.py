@@ -31,6 +31,7 @@ from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import new_state
 from plurax.execute.placement import leading_dim
 from plurax.execute.rows import abstract_rows
+from plurax.jaxpr.compat import Scan
 from plurax.jaxpr.interpret import all_equations
 from plurax.jaxpr.remat import POLICIES
 from plurax.machine import Machine
@@ -172,7 +173,7 @@ def _boundaries(jaxpr: Any, depth: int) -> tuple[int, int]:
                 tags.add(eqn.params["tag"])
                 crossing.append(_bytes(eqn.outvars))
         elif eqn.primitive.name == "scan" and eqn.params["length"] == depth:
-            return len(tags), _bytes(eqn.outvars[: eqn.params["num_carry"]])
+            return len(tags), _bytes(eqn.outvars[: Scan.of(eqn).num_carry])
     return len(tags), max(crossing)
 
 
