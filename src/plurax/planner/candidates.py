@@ -155,10 +155,10 @@ def _totals(graph: Graph, machine: Machine, depth: int) -> StepTotals:
     return StepTotals(seconds, products, forward / (every or 1), layers / (every or 1), kept)
 
 
-def tied_bytes(task: Task, params: PyTree) -> int:
+def tied_bytes(task: Task, parameters: PyTree) -> int:
     """Return the bytes of the parameters that the embedding and the head of a stack share."""
     names = task.stack.tied if task.stack else ()
-    return sum(tree.byte_count(params["embed"][name]) for name in names)
+    return sum(tree.byte_count(parameters["embed"][name]) for name in names)
 
 
 def _boundaries(jaxpr: Any, depth: int) -> tuple[int, int]:
