@@ -1,6 +1,12 @@
 """A collective of a step: planned, in the recorded step, or read from the compiled program."""
 
 import dataclasses
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
+Key = tuple[str, tuple[str, ...]]
+"""A kind of collective, and mesh axes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +42,24 @@ class Collective:
     operation: str = dataclasses.field(default="", repr=False)
     without_rule: tuple[str, str] | None = dataclasses.field(default=None, repr=False)
     equivalent_kind: str | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def key(self) -> Key:
+        """The kind of which it is, or to which it is equivalent, and the mesh axes in order."""
+        return self.equivalent_kind or self.kind, tuple(sorted(self.axes))
+
+
+def by_kind(collectives: Iterable[Collective]) -> dict[Key, list[Collective]]:
+    """Return the collectives of a step by kind and mesh axes."""
+    groups: dict[Key, list[Collective]] = {}
+    for collective in collectives:
+        groups.setdefault(collective.key, []).append(collective)
+    return groups
+
+
+def in_a_step(group: Iterable[Collective], size: Callable[[Collective], Number]) -> Number:
+    """Return the sum of a size over a step, in which a loop's collective runs several times."""
+    return sum((size(collective) * (collective.trips or 1) for collective in group), 0)
 
 
 def ring_bytes_sent(kind: str, size: int, devices: int) -> float:

@@ -197,6 +197,7 @@ def test_what_differs_from_the_plan_is_named():
     text = figures_text(found)
     assert text.startswith("compiled in 1 s: 24 B on a device, planned 24 B; 4 collectives in a ")
     assert text.endswith(" step, planned 5")
+    assert "; 1 collective in a step" in figures_text({**found, "collectives": 1})
     assert figures_text({**found, "seconds": "long"}) == figures_text({}) == ""
 
 

@@ -24,14 +24,13 @@ trace: nothing is traced or compiled again. `run.toml` keeps it:
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from plurax.analysis.estimate import human_seconds
-from plurax.collective import Collective
+from plurax.collective import Collective, by_kind, in_a_step
 from plurax.execute.program import Program
 from plurax.hlo.compiled_collectives import collectives
 from plurax.hlo.memory import memory
@@ -109,7 +108,8 @@ def figures_text(table: Mapping[str, Any]) -> str:
     seconds, peak, sent = (table.get(name) for name in ("seconds", "peak_bytes", "collectives"))
     if not (isinstance(seconds, int | float) and isinstance(peak, int) and isinstance(sent, int)):
         return ""
-    several = f"; {sent} collectives in a step{beside('collectives', str)}" if sent else ""
+    plural = "" if sent == 1 else "s"
+    several = f"; {sent} collective{plural} in a step{beside('collectives', str)}" if sent else ""
     held = f"{human_bytes(peak)} on a device{beside('peak_bytes', human_bytes)}"
     return f"compiled in {human_seconds(seconds)}: {held}{several}"
 
@@ -118,12 +118,18 @@ def _sent(
     compiled: Sequence[Collective], planned: Sequence[Collective] | None
 ) -> dict[str, dict[str, int]]:
     """Return counts and bytes in a step by kind and mesh axes, planned ones too where known."""
-    groups: dict[str, dict[str, int]] = defaultdict(dict)
-    for prefix, every in (("", compiled), ("planned_", planned or ())):
-        for sent in every:
-            own = groups[f"{sent.equivalent_kind or sent.kind} over {names_of(sent.axes)}"]
-            for key, amount in (("count", 1), ("bytes", sent.bytes)):
-                own[f"{prefix}{key}"] = own.get(f"{prefix}{key}", 0) + amount * (sent.trips or 1)
-    prefixes = ("",) if planned is None else ("", "planned_")
-    names = [f"{prefix}{key}" for prefix in prefixes for key in ("count", "bytes")]
-    return {group: {name: own.get(name, 0) for name in names} for group, own in groups.items()}
+    groups, plans = by_kind(compiled), by_kind(planned or ())
+    sent = {}
+    for kind, axes in {**groups, **plans}:
+        own = _counted("", groups.get((kind, axes), ()))
+        if planned is not None:
+            own |= _counted("planned_", plans.get((kind, axes), ()))
+        sent[f"{kind} over {names_of(axes)}"] = own
+    return sent
+
+
+def _counted(prefix: str, group: Sequence[Collective]) -> dict[str, int]:
+    return {
+        f"{prefix}count": in_a_step(group, lambda one: 1),
+        f"{prefix}bytes": in_a_step(group, lambda one: one.bytes),
+    }

@@ -26,7 +26,7 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.analysis.compiled_schedule import CompiledSchedule, walk_schedule
 from plurax.analysis.estimate import human_seconds
-from plurax.collective import Collective
+from plurax.collective import Collective, by_kind, in_a_step
 from plurax.execute.array_data import ArrayData
 from plurax.execute.check import check_kinds
 from plurax.execute.placement import leading_dim
@@ -53,7 +53,6 @@ from plurax.trace.step_trace import StepTrace, Value
 from plurax.tree import human_bytes
 from plurax.user_frames import is_users_file
 
-Key = tuple[str, str]
 """The kind of a collective, and its mesh axes."""
 
 Function = Literal["step", "epoch", "gradients", "evaluate", "predict"]
@@ -392,21 +391,19 @@ def _compared(
     planned: Sequence[Collective] | None, schedule: CompiledSchedule
 ) -> list[ComparedCollectives]:
     """Return planned and compiled collectives by kind and mesh axes."""
-    plans: dict[Key, list[Collective]] = defaultdict(list)
-    for collective in planned or ():
-        plans[_key(collective)].append(collective)
-    compiled = defaultdict(list)
+    plans, compiled = by_kind(planned or ()), defaultdict(list)
     for record in schedule.collectives:
-        compiled[_key(record.collective)].append(record)
+        compiled[record.collective.key].append(record)
     compared = []
     for key in dict.fromkeys([*plans, *compiled]):
-        own, total = compiled[key], (None, None) if planned is None else _total(plans[key])
+        own, plan = compiled[key], plans.get(key, ())
         counts = [one.collective.trips or 1 for one in own]
         compared.append(
             ComparedCollectives(
-                *key,
-                planned_count=total[0],
-                planned_bytes=total[1],
+                key[0],
+                names_of(key[1]),
+                planned_count=None if planned is None else in_a_step(plan, lambda one: 1),
+                planned_bytes=None if planned is None else in_a_step(plan, lambda one: one.bytes),
                 count=sum(counts),
                 bytes=sum(one.collective.bytes * n for one, n in zip(own, counts, strict=True)),
                 dtypes=sorted({one.dtype for one in own}),
@@ -419,13 +416,3 @@ def _compared(
             )
         )
     return compared
-
-
-def _total(planned: Sequence[Collective]) -> tuple[int, int]:
-    """Return how many collectives run, and the bytes of their results."""
-    trips = [one.trips or 1 for one in planned]
-    return sum(trips), sum(one.bytes * n for one, n in zip(planned, trips, strict=True))
-
-
-def _key(collective: Collective) -> Key:
-    return collective.equivalent_kind or collective.kind, names_of(collective.axes)

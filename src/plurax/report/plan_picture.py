@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plurax import errors
-from plurax.collective import Collective
+from plurax.collective import Collective, by_kind, in_a_step
 from plurax.hlo.memory import Memory
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.simulation import Timeline
 from plurax.report import lanes
 from plurax.report.colors import BLUE, PAPER
 from plurax.report.picture import new_figure, saved
-from plurax.report.plan_tables import by_kind, in_a_step, kinds_of_memory
+from plurax.report.plan_tables import kinds_of_memory
 from plurax.report.timeline import COLOURS, Compared, ScheduleCosts
 from plurax.sharding.parameter_info import ParameterInfo
 from plurax.strategies import Strategies
@@ -244,7 +244,7 @@ def _draw_memory(
 def _wires(sent: Sequence[Collective]) -> dict[str, float]:
     """Return the bytes that a device sends, by collective and axis."""
     return {
-        f"{kind}\nover {axes}": in_a_step(group, lambda record: record.bytes_sent)
+        f"{kind}\nover {', '.join(axes)}": in_a_step(group, lambda record: record.bytes_sent)
         for (kind, axes), group in by_kind(sent).items()
     }
 

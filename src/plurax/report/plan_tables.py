@@ -6,15 +6,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from plurax.collective import Collective
+from plurax.collective import Collective, by_kind, in_a_step
 from plurax.hlo.memory import Memory
 from plurax.plan import Plan
 from plurax.sharding.parameter_info import ParameterInfo
 from plurax.sharding.spec import TensorSharding
 from plurax.tree import human_bytes
-
-Key = tuple[str, str]
-"""The kind of a collective, and its mesh axes."""
 
 
 def new_table(title: str, *columns: str, wrap: bool = False) -> Table:
@@ -135,20 +132,6 @@ def _axes(sharding: TensorSharding) -> str:
 # --- Communication --------------------------------------------------------------------------------
 
 
-def by_kind(collectives: Sequence[Collective]) -> dict[Key, list[Collective]]:
-    """Return the collectives of a step by kind and mesh axes."""
-    groups: dict[Key, list[Collective]] = {}
-    for record in collectives:
-        key = record.equivalent_kind or record.kind, ", ".join(record.axes)
-        groups.setdefault(key, []).append(record)
-    return groups
-
-
-def in_a_step(group: Sequence[Collective], size: Callable[[Collective], float]) -> float:
-    """Return the sum of a size over a step, in which a loop's collective runs several times."""
-    return sum(size(record) * (record.trips or 1) for record in group)
-
-
 def collectives_table(collectives: Sequence[Collective], parameter_bytes: int) -> Table | str:
     """Return a table of one step's communication, by kind, mesh axis and place."""
     if not collectives:
@@ -179,15 +162,16 @@ def compared_table(planned: Sequence[Collective], compiled: Sequence[Collective]
     plans, groups = by_kind(planned), by_kind(compiled)
     unknown = False
     for key in {**plans, **groups}:
+        names = key[0], ", ".join(key[1])
         bytes_planned = f"{in_a_step(plans.get(key, ()), lambda record: record.bytes):,}"
         group = groups.get(key, [])
         if any(record.trips is None for record in group):
             unknown = True
-            table.add_row(*key, "?", "?", bytes_planned, "?", "?")
+            table.add_row(*names, "?", "?", bytes_planned, "?", "?")
             continue
         table.add_row(
-            *key,
-            str(in_a_step(group, lambda record: record.in_loop)),
+            *names,
+            str(in_a_step(group, lambda record: int(record.in_loop))),
             str(in_a_step(group, lambda record: 1)),
             bytes_planned,
             f"{in_a_step(group, lambda record: record.bytes):,}",

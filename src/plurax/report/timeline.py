@@ -18,13 +18,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from plurax.collective import Collective
+from plurax.collective import Collective, by_kind, in_a_step
 from plurax.hlo.memory import Memory
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.simulation import Timeline
 from plurax.report import lanes
 from plurax.report.colors import GREEN, ORANGE, SKY, lighter
-from plurax.report.plan_tables import by_kind, in_a_step, new_table
+from plurax.report.plan_tables import new_table
 from plurax.tree import human_bytes
 
 COLOURS = {"F": lighter(SKY, 0.4), "B": ORANGE, "W": GREEN}
@@ -49,8 +49,8 @@ class ScheduleCosts:
     @classmethod
     def of(cls, schedule: Schedule, sent: Sequence[Collective], memory: Memory) -> "ScheduleCosts":
         """Return the costs, from a step's planned or compiled communication."""
-        sends = by_kind(sent).get(("collective-permute", "pipeline"), [])
-        return cls(schedule, int(in_a_step(sends, lambda record: record.bytes)), memory)
+        sends = by_kind(sent).get(("collective-permute", ("pipeline",)), [])
+        return cls(schedule, in_a_step(sends, lambda record: record.bytes), memory)
 
     @functools.cached_property
     def timelines(self) -> lanes.Timelines:
