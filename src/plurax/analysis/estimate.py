@@ -175,7 +175,10 @@ def estimate(
             f"{machine.devices}. Estimate it on a machine of more nodes: "
             "plurax.Machine.preset('8xA100-80GB', nodes=4)."
         )
-    return estimate_trace(record_steady_step(task, optimizer, plan, batch), machine)
+    # CPUs round to a plan's `reduce_dtype`, and send as without it.
+    sent = dataclasses.replace(plan, reduce_dtype=None) if machine.platform == "cpu" else plan
+    trace = record_steady_step(task, optimizer, sent, batch)
+    return estimate_trace(dataclasses.replace(trace, plan=plan), machine)
 
 
 def estimate_trace(trace: StepTrace, machine: Machine) -> Estimate:

@@ -5,6 +5,7 @@ ZeRO stage, microbatches, remat and the schedule. Looking at one closely takes a
 candidate first gets a lower bound, which takes a few additions:
 
     seconds    products at the peak rate / devices x bubble + update + gradients over `data`
+               + activations from stage to stage
     bytes      parameters, gradients and optimizer state, as ZeRO, tensor and pipeline split them,
                and what the forward pass keeps for the backward pass
 
@@ -42,6 +43,7 @@ from plurax.planner.costs import (
     TimeCosts,
     held_bytes,
     pipeline_seconds,
+    reduced_share,
     reduction_seconds,
     update_bytes,
 )
@@ -229,7 +231,7 @@ def candidates(
     for sizes in _every_sizes(model, devices, pinned, fields):
         if split and sizes.tensor == 1:
             continue
-        candidate = CandidatePlan(sizes, pinned, *_bounds(model, machine, sizes, pinned.member))
+        candidate = CandidatePlan(sizes, pinned, *_bounds(model, machine, sizes, pinned))
         if doubtful:
             try:
                 candidate.plan  # noqa: B018
@@ -302,7 +304,7 @@ def _microbatches(rows: int, pipeline: int) -> list[int]:
     return usual or [rows]
 
 
-def _bounds(model: Model, machine: Machine, sizes: Sizes, members: int) -> tuple[float, float]:
+def _bounds(model: Model, machine: Machine, sizes: Sizes, pinned: Plan) -> tuple[float, float]:
     """Return the least seconds of a step, and the least bytes on one device."""
     data, zero, shards = sizes.data, sizes.zero, sizes.tensor * sizes.pipeline
     totals = model.totals[sizes.remat]
@@ -311,7 +313,7 @@ def _bounds(model: Model, machine: Machine, sizes: Sizes, members: int) -> tuple
     seconds *= _waiting(sizes, totals, model.layers)
     own = model.parameters / shards
     seconds += machine.traffic_seconds(update_bytes(own, model.optimizer / shards, data, zero))
-    mesh_devices = data * shards * members
+    mesh_devices = data * shards * pinned.member
     if sizes.pipeline > 1:
         # Of `tensor`, each device may send its part.
         rows = data * sizes.microbatches * sizes.tensor
@@ -334,6 +336,7 @@ def _bounds(model: Model, machine: Machine, sizes: Sizes, members: int) -> tuple
             stride=shards,
             mesh_devices=mesh_devices,
             gathered=0.5 if model.precision == "bfloat16" else 1.0,
+            reduced=reduced_share(pinned, machine, itemsize=4),
         )
     # A pipeline keeps as many microbatches as it has stages, each of one stage.
     kept = totals.kept / data / sizes.microbatches / shards

@@ -173,6 +173,7 @@ class TimeCosts:
                 stride=plan.pipeline * graph.axes.size(list(graph.axes.sizes)),
                 mesh_devices=self._devices(graph.axes),
                 gathered=2 / tensor.itemsize if half else 1.0,
+                reduced=reduced_share(plan, self.machine, tensor.itemsize),
             )
         return seconds
 
@@ -187,6 +188,15 @@ def update_bytes(params: float, state: float, data: int, zero: int) -> float:
     return (3 * params + 2 * state) / (data if zero else 1)
 
 
+def reduced_share(plan: Plan, machine: Machine, itemsize: int) -> float:
+    """Return the bytes that the reduction of a gradient sends, by those of its own dtype.
+
+    CPUs round to the `reduce_dtype` of a plan, and send as without it.
+    """
+    rounded = plan.reduce_dtype is not None and machine.platform != "cpu" and itemsize > 2
+    return 2 / itemsize if rounded else 1.0
+
+
 def reduction_seconds(
     machine: Machine,
     size: float,
@@ -197,17 +207,21 @@ def reduction_seconds(
     stride: int,
     mesh_devices: int,
     gathered: float = 1.0,
+    reduced: float = 1.0,
 ) -> float:
     """Return the seconds in which `data` devices reduce a gradient of `size` bytes.
 
     **Arguments:** `zero`, the stage; `stride`, `mesh_devices`: as of `Machine.collective_seconds`;
-    `gathered`, the bytes of a parameter as ZeRO-3 gathers it by its own.
+    `gathered`, the bytes of a parameter as ZeRO-3 gathers it by its own; `reduced`, those of a
+    gradient as it is added up by its own.
     """
     seconds = 0.0
     for kind, count in REDUCTION[zero].items():
         repeated = count * (microbatches if kind in _PER_MICROBATCH[zero] else 1)
         sent = size * (data - 1) / data * (2 if kind == "all-reduce" else 1)
-        if zero == 3 and kind == "all-gather":
+        if kind != "all-gather":
+            sent *= reduced
+        elif zero == 3:
             sent *= gathered
         seconds += repeated * machine.collective_seconds(
             kind, sent, data, stride, mesh_devices=mesh_devices
