@@ -51,6 +51,16 @@ def evaluate(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(out, batch["y"]), {"accuracy": right}
 
 
+def weighted(rows, features, outputs):
+    """Random examples for a regression, each with a weight of its own."""
+    x, y = jax.random.split(jax.random.key(1))
+    return {
+        "x": jax.random.normal(x, (rows, features)),
+        "y": jax.random.normal(y, (rows, outputs)),
+        "weight": jnp.linspace(0.5, 2.0, rows),
+    }
+
+
 def mlp_task(*, weights=False, dtype=jnp.float32):
     return px.Task(
         init=lambda key: init(key, dtype),

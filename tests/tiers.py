@@ -1,8 +1,8 @@
-"""Which tests wait for `.ci/run`: `make test` holds each contract by its first representatives.
+"""Which tests wait for `.ci/run`.
 
-A test without a mark runs in `make test`, which takes eight minutes on two cores. `GANGS` wait for
-processes (`make test-gangs`), `CI` are whole pages and further representatives of a contract
-(`make test-ci`); `.ci/run` runs both. Tests marked `slow` draw many rounds (`make test-all`).
+A test without a mark runs in `make test`. `GANGS` wait for processes (`make test-gangs`), `CI` are
+whole pages, further cases of a contract, and a few contracts that take long (`make test-ci`);
+`.ci/run` runs both. Tests marked `slow` draw many rounds (`make test-all`).
 
 A line is the beginning of a test's id: a folder, a file, a function, or one of its cases.
 """
@@ -130,6 +130,6 @@ FURTHER = (
     "tests/zoo/test_zoo.py::test_as_by_hand[unet-zero 2]",
     "tests/zoo/test_zoo.py::test_as_by_hand[vision transformer-tensor]",
 )
-"""Second representatives: another case of each contract is in `make test`."""
+"""Further cases, of which others are in `make test`; without a case, contracts that take long."""
 
 CI = PAGES + PROCESSES + FURTHER

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests import models
 
 import plurax as px
 from plurax import tree
@@ -59,12 +60,7 @@ def task(**more):
 
 
 def examples(rows=ROWS):
-    x, y = jax.random.split(jax.random.key(1))
-    return {
-        "x": jax.random.normal(x, (rows, WIDTH)),
-        "y": jax.random.normal(y, (rows, 4)),
-        "weight": jnp.linspace(0.5, 2.0, rows),
-    }
+    return models.weighted(rows, WIDTH, 4)
 
 
 def bfloat16(array):
