@@ -183,6 +183,9 @@ PYTHON = {
          "evaluation of type int are not supported; give arrays in a tree"),
         ("px.fit(task, optimizer, data, batch_size=8, devices='x')", "ArgumentError",
          "plurax.fit(devices='x'): devices has to be a sequence, each a Device or None."),
+        ("px.compile(task, optimizer, px.Plan(), data, compiler_options={'xla_nope': 1})",
+         "ArgumentError", "compiler_options={'xla_nope': 1}: XLA's compiler for cpu has no such "
+         "option. A name is that of a flag of XLA without its dashes"),
         ("px.Plan(data=10**5000)", "ArgumentError",
          "plurax.Plan(data=a whole number of 5001 digits): data has to be a whole number."),
         ("px.Members(3).arrays(rows=-1)", "ArgumentError", "plurax.Members.arrays(rows=-1): rows"),

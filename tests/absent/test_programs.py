@@ -232,6 +232,39 @@ def test_no_machine_of_these_chips():
         px.topology("v5e:3x5")
 
 
+def test_an_option_of_the_compiler_is_used():
+    """Reductions that it may not join are several."""
+
+    def reductions(options):
+        result = px.analysis.compiled_for(
+            scanned_task(), optax.adam(1e-3), px.Plan(data=4), rows(), "4xH100",
+            compiler_options=options,
+        )  # fmt: skip
+        assert result.program.compiler_options == (options or {})
+        (reduced,) = (one for one in result.collectives if one.kind == "all-reduce")
+        return reduced.count
+
+    apart = {"xla_gpu_all_reduce_combine_threshold_bytes": 1}
+    assert reductions(apart) > reductions(None)
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "text"),
+    [
+        ("4xH100", {"xla_nope": 1}, "compiler for NVIDIA H100 80GB HBM3 has no such option"),
+        ("4xH100", {"xla_tpu_scoped_vmem_limit_kib": 1}, "the compiler for TPUs alone knows"),
+        ("v5e:2x2", {"xla_nope": 1}, "compiler for TPU v5 lite has no such option"),
+        ("v5e:2x2", {"xla_tpu_scoped_vmem_limit_kib": "x"}, "does not take this value, and says"),
+    ],
+)
+def test_an_option_that_a_compiler_refuses(machine, options, text):
+    with pytest.raises(px.errors.ArgumentError, match=text):
+        px.compile(
+            scanned_task(), optax.adam(1e-3), px.Plan(data=4), rows(),
+            devices=px.topology(machine), compiler_options=options,
+        )  # fmt: skip
+
+
 QUICK = {("4xH100", "zero 2"), ("v5e:2x2", "data")}
 IN_BFLOAT16 = [(machine, name) for machine in MACHINES for name in PLANS if "data" in PLANS[name]]
 

@@ -172,6 +172,16 @@ def test_the_compiled_program_is_noted_beside_its_plan(tmp_path, resident):
     assert read_run_file(tmp_path).compiled == found
 
 
+def test_options_of_the_compiler_are_noted_with_what_it_made(tmp_path):
+    options = {"xla_disable_hlo_passes": "fusion", "xla_embed_ir_in_executable": True}
+    found = trained(tmp_path, compiler_options=options)
+    assert found["compiled"]["options"] == options
+    assert "compiler_options" not in found["options"]
+    assert figures_text(found["compiled"]).startswith("compiled in ")
+    trained(tmp_path, epochs=2, resume=True)  # without them
+    assert "options" not in compiled_table(tmp_path)
+
+
 def test_figures_stay_until_a_run_that_goes_on_has_its_own(tmp_path):
     """They are no condition of a resume: another plan has others."""
     trained(tmp_path)

@@ -15,6 +15,9 @@ trace: nothing is traced or compiled again. `run.toml` keeps it:
     planned_collectives = 14
     differs = ["all-reduce over data"]  # bytes that are not those of the plan
 
+    [compiled.options]                  # of XLA's compiler, where a run has any
+    xla_gpu_enable_pipelined_all_gather = true
+
     [compiled.sent."all-reduce over data"]
     count = 2
     bytes = 40_000
@@ -42,7 +45,8 @@ from plurax.tree import human_bytes
 class CompiledFigures:
     """Figures of the compiled step, or loop over steps, that a run trains with.
 
-    **Fields:** as in `run.toml` (see the module); `sent`, by name of a kind and its mesh axes.
+    **Fields:** as in `run.toml` (see the module); `sent`, by name of a kind and its mesh axes;
+    `options`, of the compiler.
     Where nothing says what is planned, as for members, planned figures are None.
     """
 
@@ -54,6 +58,7 @@ class CompiledFigures:
     peak_bytes: int
     planned_peak_bytes: int | None
     sent: Mapping[str, Mapping[str, int]]
+    options: Mapping[str, bool | int | float | str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program, compiled: jax.stages.Compiled) -> "CompiledFigures | None":
@@ -82,11 +87,13 @@ class CompiledFigures:
             held.peak,
             peak,
             _sent(sent, planned.collectives if planned else None),
+            program.compiler_options,
         )
 
     def table(self) -> dict[str, Any]:
         """Return the table `[compiled]` of `run.toml`."""
-        values = {k: v for k, v in vars(self).items() if k != "sent" and v is not None}
+        apart = ("options", "sent")
+        values = {k: v for k, v in vars(self).items() if k not in apart and v is not None}
         values["collectives"] = sum(one["count"] for one in self.sent.values())
         if self.planned_peak_bytes is not None:
             planned = (one["planned_count"] for one in self.sent.values())
@@ -95,7 +102,8 @@ class CompiledFigures:
             name for name, one in self.sent.items()
             if one["bytes"] != one.get("planned_bytes", one["bytes"])
         ]  # fmt: skip
-        return {**values, "sent": {name: dict(one) for name, one in self.sent.items()}}
+        options = {"options": dict(self.options)} if self.options else {}
+        return {**values, **options, "sent": {name: dict(one) for name, one in self.sent.items()}}
 
 
 def figures_text(table: Mapping[str, Any]) -> str:

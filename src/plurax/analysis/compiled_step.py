@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -225,6 +225,7 @@ def compiled_for(
     members: Members | None = None,
     function: Function = "step",
     data: PyTree | ArrayData = None,
+    compiler_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> CompiledFor:
     """Compile a step for a machine that is not here, and return what its compiler made of it.
 
@@ -253,7 +254,8 @@ def compiled_for(
         reads = reads.read_by(members) if members else reads
     is_step, lighter = function == "step" and members is None, None
     try:
-        program = Program(task, optimizer, plan, batch, mesh, members, reads if members else None)
+        own = reads if members else None
+        program = Program(task, optimizer, plan, batch, mesh, members, own, compiler_options)
         traced, compiled = _compile(program, function, batch, reads if reads else data)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

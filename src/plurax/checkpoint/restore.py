@@ -10,7 +10,7 @@ other. Example, a parameter of shape `(3, 5)` per member, checkpoint at step 400
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from plurax.distributed.global_arrays import check_here, process_count, put
 from plurax.ensemble.select import join_members
 from plurax.execute.array_data import ArrayData
 from plurax.execute.check import check_kinds
+from plurax.execute.compiler_options import checked_options
 from plurax.execute.program import Program
 from plurax.execute.program_cache import cached_program, shapes_key
 from plurax.loop.data import Data
@@ -44,14 +45,18 @@ def make_program(
     source: Data,
     resident: bool | None,
     devices: Sequence[jax.Device] | None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Program:
     """Return the program of one network, or of a population that reads `source`."""
     check_kinds(task, optimizer, plan, members)
     mesh = make_mesh(plan, devices)
-    key = (optimizer, plan, shapes_key(like), tuple(mesh.devices.flat))
+    options = checked_options(compiler_options)
+    key = (optimizer, plan, shapes_key(like), tuple(mesh.devices.flat), options)
     if members is None:
         return cached_program(
-            task, ("network", *key), lambda: Program(task, optimizer, plan, like, mesh)
+            task,
+            ("network", *key),
+            lambda: Program(task, optimizer, plan, like, mesh, compiler_options=dict(options)),
         )
     data = source if isinstance(source, ArrayData) and resident is not False else None
     if data is None and not isinstance(members.resample, Everything):
@@ -62,7 +67,7 @@ def make_program(
     program = cached_program(
         task,
         ("members", *key, members.count, hyper, reads),
-        lambda: Program(task, optimizer, plan, like, mesh, members, data),
+        lambda: Program(task, optimizer, plan, like, mesh, members, data, dict(options)),
     )
     return program.of(members)
 

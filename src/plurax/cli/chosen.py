@@ -46,7 +46,8 @@ def chosen_program(experiment: Experiment, options: Common, plan: Plan) -> Progr
     members = options.members.chosen(experiment.members)
     source, like = data_source(experiment, options, members)
     task, optimizer = experiment.task, experiment.optimizer
-    return make_program(task, optimizer, plan, like, members, source, None, None)
+    compiler_options = experiment.compiler_options
+    return make_program(task, optimizer, plan, like, members, source, None, None, compiler_options)
 
 
 def written(path: Path, write: Callable[[Path], T]) -> T:

@@ -31,7 +31,8 @@ def print_compiled(
     for index, plan in enumerate(plans):
         with PlainConsole(stderr=True).status(f"compiling Plan({plan.sizes_text()}) for {machine}"):
             result = compiled_for(
-                experiment.task, experiment.optimizer, plan, batch, machine, members=members
-            )
+                experiment.task, experiment.optimizer, plan, batch, machine, members=members,
+                compiler_options=experiment.compiler_options,
+            )  # fmt: skip
         print(f"\n{result}" if index else result)
     return 0

@@ -107,7 +107,7 @@ class Train(Common):
 
 NO_OPTIONS = frozenset(
     ("task", "optimizer", "data", "evaluation", "plan", "members", "machine", "servers", "rollback",
-     "devices", "command", "local_batches", "callbacks")
+     "devices", "compiler_options", "command", "local_batches", "callbacks")
 )  # fmt: skip
 """Arguments of `fit` that are values of Python, or that the options have in another form."""
 

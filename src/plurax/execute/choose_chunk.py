@@ -46,6 +46,7 @@ from jaxtyping import PyTree
 
 from plurax import tree
 from plurax.execute.backends.choose import microbatch, needs_partitioner
+from plurax.execute.compiler_options import jitted
 from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import new_state
 from plurax.execute.layouts.state_layout import place_start
@@ -347,7 +348,8 @@ def measure_plan(
     example = make(plan)
     like = example.layout.abstract(example.mesh)
     start = place_start(example.example.task, example.layout, example.mesh)
-    init = jax.jit(example.init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))
+    out = jax.tree.map(lambda leaf: leaf.sharding, like)
+    init = jitted(example.init, example.options, out_shardings=out)
 
     def build(plan: Plan) -> tuple[int, Callable[[], Run]]:
         compiled = lower(make(plan)).compile()

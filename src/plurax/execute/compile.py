@@ -1,6 +1,6 @@
 """`compile`: join a task and a plan to a program."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import optax
@@ -27,6 +27,7 @@ def compile(
     members: Members | None = None,
     data: ArrayData | None = None,
     devices: Sequence[jax.Device] | None = None,
+    compiler_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> Program:
     """Compile one training step of a task under a plan.
 
@@ -42,11 +43,15 @@ def compile(
       members' resampling; `program.loop` then runs many steps at once. `batch` has their batch
       size. Only for members: one network is given the order of each epoch (`place_epoch`).
     - `devices`: the devices, default `jax.devices()`; the plan takes the first it needs.
+    - `compiler_options`: options of XLA's compiler for these devices, by the names of its flags,
+      such as `{"xla_gpu_enable_pipelined_all_gather": True}`. Everything that the program compiles
+      is compiled with them.
 
     **Returns:** a `Program`. No parameter exists yet.
 
     Raises `PlanError` where the plan does not fit the devices, `TaskError` where the task breaks
-    its contract, `BatchError` where `batch` is not one.
+    its contract, `BatchError` where `batch` is not one, `ArgumentError` where the compiler does not
+    take its options.
 
     >>> import jax, jax.numpy as jnp, optax, plurax as px
     >>> task = px.Task(
@@ -63,7 +68,9 @@ def compile(
     check_kinds(task, optimizer, plan, members)
     mesh = make_mesh(plan, devices)
     if data is None:
-        program = Program(task, optimizer, plan, batch, mesh, members)
+        program = Program(
+            task, optimizer, plan, batch, mesh, members, compiler_options=compiler_options
+        )
         program.compiled_step  # noqa: B018  compiled here, so that errors appear here
         return program
     if members is None:
@@ -80,6 +87,6 @@ def compile(
     if data.batch_size > leading_dim(batch):
         raise errors.steps_exceed_batch("compile", data.batch_size, leading_dim(batch))
     data = data.read_by(members)
-    program = Program(task, optimizer, plan, batch, mesh, members, data)
+    program = Program(task, optimizer, plan, batch, mesh, members, data, compiler_options)
     program.compile_loop(data.arrays)
     return program

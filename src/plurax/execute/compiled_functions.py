@@ -19,6 +19,7 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.execute.array_data import ArrayData
+from plurax.execute.compiler_options import jitted
 from plurax.execute.placement import Placement
 from plurax.execute.step_functions import StepFunctions
 from plurax.mesh import replicated
@@ -126,7 +127,8 @@ def jitted_update(functions: StepFunctions, fun: Callable[..., Any]) -> Any:
     """Return `fun`, jitted: it donates its state and returns one of the same shardings."""
     like = functions.layout.abstract(functions.mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-    return jax.jit(fun, donate_argnums=0, out_shardings=(shardings, functions.metrics_sharding))
+    out = (shardings, functions.metrics_sharding)
+    return jitted(fun, functions.options, donate_argnums=0, out_shardings=out)
 
 
 def loop_key(data: PyTree, order: tuple[Any, ...]) -> Any:
@@ -188,7 +190,7 @@ class CompiledFunctions:
     @functools.cached_property
     def gradients(self) -> Any:
         """The first half of a step."""
-        return jax.jit(self._functions.gradients)
+        return jitted(self._functions.gradients, self._functions.options)
 
     def trace_gradients(self) -> jax.stages.Traced:
         """Trace the first half of a step; of one network for a part of a step's batch."""
@@ -204,9 +206,10 @@ class CompiledFunctions:
     @functools.cached_property
     def init(self) -> Any:
         """The function of a fresh state."""
-        like = self._functions.layout.abstract(self._functions.mesh)
+        functions = self._functions
+        like = functions.layout.abstract(functions.mesh)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-        return jax.jit(self._functions.init, out_shardings=shardings)
+        return jitted(functions.init, functions.options, out_shardings=shardings)
 
     def init_members(self, start: dict[str, jax.Array]) -> jax.stages.Compiled:
         """Return the compiled function of fresh members, and compile their loop beside it."""

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.distributed.global_arrays import fetch
 from plurax.execute.compiled_functions import COUNT, abstract_inference
+from plurax.execute.compiler_options import jitted
 from plurax.execute.coupling import check_evaluate
 from plurax.execute.dispatch_limiter import DispatchLimiter
 from plurax.execute.gradient import (
@@ -101,7 +102,9 @@ class Evaluator:
         rows = self._placement.abstract()
         check_evaluate(self._task, self._like, rows, self._functions.mesh)
         arguments = (*abstract_inference(self._functions), rows, COUNT)
-        return jax.jit(self._functions.evaluate).trace(*arguments)
+        evaluate = jitted(self._functions.evaluate, self._functions.options)
+        traced: jax.stages.Traced = evaluate.trace(*arguments)
+        return traced
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:

@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.choose import make_backend
+from plurax.execute.compiler_options import Options
 from plurax.execute.epoch_loop import make_loop
 from plurax.execute.gradient import Totals
 from plurax.execute.host_calls import on_devices_with_host_calls
@@ -38,7 +39,7 @@ class Network(StepFunctions):
 
     **Arguments:** `task`, `optimizer`, `plan`, `mesh`; `batch`, of the largest size as
     `jax.ShapeDtypeStruct`s; `rows`, the sharding of a step's rows: split over `data`, or replicated
-    where they do not divide; `backend`, made for them if None.
+    where they do not divide; `backend`, made for them if None; `options` of the compiler.
     """
 
     arguments = ()
@@ -53,12 +54,13 @@ class Network(StepFunctions):
         batch: PyTree,
         rows: NamedSharding,
         backend: Backend | None = None,
+        options: Options = (),
     ) -> None:
         self.task, self.optimizer, self.plan, self.mesh = task, optimizer, plan, mesh
         self.backend = backend or make_backend(task, optimizer, plan, mesh, batch)
         self.layout = self.backend.layout
         self.metrics_sharding, self.outputs_sharding = replicated(mesh), split_rows(mesh)
-        self._rows = rows
+        self._rows, self.options = rows, options
 
     def init(self, key: Any, start: Mapping[str, jax.Array]) -> TrainState:
         """Return a fresh stored state for the key of a seed, and parameters that start by path."""

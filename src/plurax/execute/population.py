@@ -35,6 +35,7 @@ from plurax import errors
 from plurax.distributed.global_arrays import put
 from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.choose import make_backend
+from plurax.execute.compiler_options import Options
 from plurax.execute.gradient import Totals
 from plurax.execute.host_calls import on_devices_with_host_calls
 from plurax.execute.initial_state import new_state
@@ -132,6 +133,7 @@ class Population(StepFunctions):
     - `mesh`; `batch`, of the largest size as `jax.ShapeDtypeStruct`s.
     - `members`.
     - `reads`: how members read data that stay on the devices; None where they are not resident.
+    - `options` of the compiler.
     """
 
     layout: MembersLayout
@@ -145,9 +147,10 @@ class Population(StepFunctions):
         batch: PyTree,
         members: Members,
         reads: EpochSpec | None = None,
+        options: Options = (),
     ) -> None:
         self._task, self._optimizer = task, optimizer
-        self.plan, self.mesh, self.batch = plan, mesh, batch
+        self.plan, self.mesh, self.batch, self.options = plan, mesh, batch, options
         self.members, self.count, self._reading = members, members.count, reads
         self._hyper = {name: jnp.asarray(value) for name, value in members.hyper_of(0).items()}
         self.example = example_network(task, optimizer, members)

@@ -24,6 +24,7 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.distributed.global_arrays import gather, least, one_at_a_time, process_count
 from plurax.execute.compiled_functions import abstract_inference
+from plurax.execute.compiler_options import jitted
 from plurax.execute.coupling import check_predict
 from plurax.execute.placement import Placement, check_rows, is_arrays, leading_dim, select_rows
 from plurax.execute.program_cache import shapes_key
@@ -80,8 +81,10 @@ class Predictor:
     def _trace(self, rows: PyTree) -> jax.stages.Traced:
         functions = self._functions
         check_predict(self._task, self._like, rows, functions.mesh)
-        predict = jax.jit(functions.predict, out_shardings=functions.outputs_sharding)
-        return predict.trace(*abstract_inference(functions), rows)
+        out = functions.outputs_sharding
+        predict = jitted(functions.predict, functions.options, out_shardings=out)
+        traced: jax.stages.Traced = predict.trace(*abstract_inference(functions), rows)
+        return traced
 
     def __call__(
         self, states: tuple[PyTree, ...], inputs: PyTree | Iterable[PyTree], chunk: int | None

@@ -6,22 +6,24 @@
 
 import copy
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int, PyTree
 
 from plurax import errors
 from plurax.collective import Collective
 from plurax.distributed.global_arrays import is_absent
 from plurax.execute.array_data import ArrayData
+from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.choose import needs_partitioner
 from plurax.execute.batch_buffer import Buffers
 from plurax.execute.choose_chunk import Candidate, choose_plan, measure_plan
 from plurax.execute.compiled_functions import CompileRecord, lower_most_run
+from plurax.execute.compiler_options import checked_options, try_options
 from plurax.execute.coupling import may_pad
 from plurax.execute.evaluate import Evaluator
 from plurax.execute.hyperparams import Hyperparams
@@ -59,8 +61,8 @@ class Program:
     **Attributes:** `task`, as given; `plan`, for a population with its `chunk` and `batch_dim`
     chosen; `members`, None for one network; `mesh`, the `jax.sharding.Mesh` of the plan;
     `batch_size`, the number of examples in the largest batch a step takes; `data`, the shapes and
-    the order of the arrays that members read themselves, or None; `chose`, whether a population's
-    plan left `chunk` or `batch_dim` open.
+    the order of the arrays that members read themselves, or None; `compiler_options`, with which
+    all of it is compiled; `chose`, whether a population's plan left `chunk` or `batch_dim` open.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Program:
         mesh: Mesh,
         members: Members | None = None,
         data: ArrayData | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         if members is None and plan.member > 1:
             raise errors.plan_has_members(plan.member)
@@ -83,6 +86,8 @@ class Program:
             )
         self.task, self.mesh, self.members, self._optimizer = task, mesh, members, optimizer
         self._absent = is_absent(mesh.devices.flat[0])
+        self._options = checked_options(compiler_options)
+        try_options(self._options, mesh)
         # Shapes alone: a cached program must not keep anyone's data.
         self.data = None if data is None else data.abstract()
         self._placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
@@ -108,7 +113,7 @@ class Program:
         """Return the functions of one network, or of members, with what their plan leaves open."""
         if self.members is None:
             like, sharding = self._placement.like, self._placement.sharding
-            return Network(*self._example, plan, self.mesh, like, sharding)
+            return self._network(plan, like, sharding)
         if not pads and self.data is not None and self.data.ragged == "pad":
             rest = self.data.draws % self.batch_size
             if rest:
@@ -126,13 +131,17 @@ class Program:
             raise errors.mask_not_read(size, plan.data * plan.microbatches)
         sharding = split_rows(mesh) if split else replicated(mesh)
         placement = Placement(with_rows(self._placement.like, size), size, sharding)
-        functions = Network(*self._example, plan, mesh, placement.like, sharding)
-        return PaddedRunner(functions, placement)
+        return PaddedRunner(self._network(plan, placement.like, sharding), placement)
 
     @property
     def plan(self) -> Plan:
         """The plan; for a population with its `chunk` and `batch_dim` chosen."""
         return self._functions.plan
+
+    @property
+    def compiler_options(self) -> dict[str, bool | int | float | str]:
+        """The options of XLA's compiler with which all functions are compiled, by name."""
+        return dict(self._options)
 
     def of(self, members: Members) -> "Program":
         """Return a program with this program's plan for other members.
@@ -157,7 +166,7 @@ class Program:
             return other
         other = Program(
             self.task, self._optimizer, self.plan, self._placement.like, self.mesh, members,
-            self.data,
+            self.data, self.compiler_options,
         )  # fmt: skip
         other.chose = self.chose
         return other
@@ -432,10 +441,8 @@ class Program:
         """
         if not needs_partitioner(self._example.task, self.plan):
             return []
-        network = Network(
-            *self._example, self.plan, self.mesh, self._placement.like, self._placement.sharding,
-            self._functions.backend,
-        )  # fmt: skip
+        like, sharding = self._placement.like, self._placement.sharding
+        network = self._network(self.plan, like, sharding, self._functions.backend)
         return planned_collectives(record_network(network, self._placement))
 
     def compile_record(self, compiled: jax.stages.Compiled) -> CompileRecord | None:
@@ -484,7 +491,14 @@ class Program:
 
     def _population(self, plan: Plan) -> Population:
         like, reads = self._placement.like, self.data.epoch_spec if self.data else None
-        return Population(self.task, self._optimizer, plan, self.mesh, like, self._members, reads)
+        return Population(
+            self.task, self._optimizer, plan, self.mesh, like, self._members, reads, self._options
+        )
+
+    def _network(
+        self, plan: Plan, like: PyTree, rows: NamedSharding, backend: Backend | None = None
+    ) -> Network:
+        return Network(*self._example, plan, self.mesh, like, rows, backend, self._options)
 
     def _lower_most_run(self, functions: StepFunctions) -> jax.stages.Lowered:
         """Lower the loop over the members' data, or without data the step."""

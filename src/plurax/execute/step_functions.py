@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from plurax.execute.backends.backend import Backend
+from plurax.execute.compiler_options import Options
 from plurax.execute.gradient import Totals
 from plurax.execute.layouts.state_layout import StateLayout
 from plurax.execute.step import Gradients, Metrics
@@ -32,13 +33,14 @@ class StepFunctions(abc.ABC):
     """The functions of a program. See the module's table.
 
     **Attributes:** `count`, the number of members, None for one network; `plan`; `mesh`;
-    `backend`, of one network; `layout`, of the state;
-    `metrics_sharding`, of the metrics of a step or loop; `outputs_sharding`, of predictions.
+    `options`, with which the functions are compiled; `backend`, of one network; `layout`, of the
+    state; `metrics_sharding`, of the metrics of a step or loop; `outputs_sharding`, of predictions.
     """
 
     count: int | None
     plan: Plan
     mesh: Mesh
+    options: Options
     backend: Backend
     layout: StateLayout
     metrics_sharding: NamedSharding

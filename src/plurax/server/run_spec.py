@@ -11,6 +11,7 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import tree
+from plurax.execute.compiler_options import Options
 from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import new_state
 from plurax.execute.rows import abstract_rows
@@ -31,7 +32,7 @@ class RunSpec:
 
     **Fields:** `task`, `optimizer`, `servers`; `plan`, of a worker; `batch`, a worker's largest
     batch as `jax.ShapeDtypeStruct`s; `arrays`, the examples where workers read them by row, else
-    None.
+    None; `options` of the compiler, for workers.
     """
 
     task: Task
@@ -40,6 +41,7 @@ class RunSpec:
     plan: Plan
     batch: PyTree
     arrays: PyTree = None
+    options: Options = ()
 
     @functools.cached_property
     def state(self) -> TrainState:

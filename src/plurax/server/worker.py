@@ -201,9 +201,10 @@ class Worker:
 def _gradient_program(spec: RunSpec, devices: Sequence[jax.Device] | None) -> Program:
     mesh = make_mesh(spec.plan, devices)
     # Without an optimizer: its state is with the servers.
-    key = ("worker", spec.plan, shapes_key(spec.batch), tuple(mesh.devices.flat))
+    key = ("worker", spec.plan, shapes_key(spec.batch), tuple(mesh.devices.flat), spec.options)
+    parts = (spec.task, optax.identity(), spec.plan, spec.batch, mesh)
     return cached_program(
-        spec.task, key, lambda: Program(spec.task, optax.identity(), spec.plan, spec.batch, mesh)
+        spec.task, key, lambda: Program(*parts, compiler_options=dict(spec.options))
     )
 
 

@@ -141,6 +141,7 @@ def fit(
     members: Members | None = None,
     servers: Servers | None = None,
     devices: Sequence[jax.Device] | None = None,
+    compiler_options: Mapping[str, bool | int | float | str] | None = None,
     # How the data are read.
     batch_size: int | None = None,
     seed: int = 0,
@@ -187,6 +188,7 @@ def fit(
     - `servers`: workers that compute gradients, each under the plan, and servers that hold the
       parameters, in place of one program that does both.
     - `devices`: the devices, default all that JAX sees.
+    - `compiler_options`: options of XLA's compiler, as for `compile`; workers have them too.
 
     How the data are read:
 
@@ -273,13 +275,13 @@ def fit(
     source, like = as_data(data, batch_size=batch_size, seed=seed, shuffle=shuffle, ragged=ragged,
                            local=local_batches, members=members)  # fmt: skip
     optimizer = called.wrap_optimizer(optimizer)
-    if members is not None:
-        plan = saved_tuning(plan, output) if resume else plan
+    plan = saved_tuning(plan, output) if members is not None and resume else plan
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(contextlib.closing(open_group()))
         watchdog = stack.enter_context(Watchdog.of_gang(group.count, group.index))
         checkpoints = open_checkpoints(stack, group, output, resume, restart)
-        program = make_program(task, optimizer, plan, like, members, source, resident, devices)
+        program = make_program(task, optimizer, plan, like, members, source, resident, devices,
+                               compiler_options)  # fmt: skip
         machine = None if servers else machine
         estimated = estimate_run(program, optimizer, like, source, resident, machine)
         evaluation = check_run(program, evaluation, output, few, evaluate_every)
@@ -302,9 +304,8 @@ def fit(
         coordinator = open_servers(stack, servers, program, optimizer, state, source, like,
                                    settings, position, checkpoints, bar.note)  # fmt: skip
 
-        calls: Any = functools.partial(
-            train_iter, program, data=source, resident=resident, group=group
-        )
+        calls: Any = functools.partial(train_iter, program, data=source, resident=resident,
+                                       group=group)  # fmt: skip
         if coordinator is not None:
             calls = functools.partial(serve_iter, coordinator, program, data=source)
         run = Run(program, state, history, output, group, settings,

@@ -27,6 +27,7 @@ from plurax import errors
 from plurax.checkpoint import Checkpoints
 from plurax.distributed.global_arrays import check_alone
 from plurax.execute.array_data import ArrayData, Position
+from plurax.execute.compiler_options import checked_options
 from plurax.execute.placement import abstract_batch, leading_dim
 from plurax.execute.program import Program
 from plurax.loop.data import Data
@@ -290,4 +291,5 @@ def run_spec(
     like = with_rows(abstract_batch(batch), size)
     # Workers may be other processes, which have no file of the user's open.
     arrays = in_memory(source.arrays) if isinstance(source, ArrayData) else None
-    return RunSpec(program.task, optimizer, servers, program.plan, like, arrays)
+    options = checked_options(program.compiler_options)
+    return RunSpec(program.task, optimizer, servers, program.plan, like, arrays, options)
