@@ -42,6 +42,7 @@ from plurax.jaxpr.interpret import (
     needed,
     variables,
 )
+from plurax.jaxpr.loop_constants import broadcasts_inside
 from plurax.partition.buckets import computed_at
 from plurax.partition.rule_context import count_readers
 from plurax.partition.stacked_results import SUMS, rows_inside
@@ -119,18 +120,21 @@ def _results(
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
     flat = flat_equations(jaxpr.eqns, jaxpr.outvars, known)
     known |= flat.constants
-    readers, eqns = count_readers(flat.eqns, flat.results), flat.eqns
+    eqns = flat.replaced(broadcasts_inside(flat.eqns, flat.results))
+    readers = count_readers(eqns, flat.results)
     # Nothing else may read what is reduced where it is computed.
     wanted = {var for var in variables(flat.results[:totals]) if readers[var] == 1}
-    if reduce is not None:
-        eqns = [new for new, _ in rows_inside(eqns, wanted, flat.results, known)]
+    eqns = flat.replaced(rows_inside(eqns, wanted, flat.results, known))
     order = computed_at(eqns, flat.results)
     reduced = set[Any]()
     for loop in [eqn for eqn in eqns if _wanted_stacks(eqn, wanted)]:
         # What does not wait for the loop: also sums that stand after it.
         late = dependent(eqns, loop.outvars)
         ready = [atom for atom in flat.results[:totals] if not _is_among(atom, late)]
-        tied = variables([*ready, *Scan.of(loop).split(loop.invars)[1]])
+        _, carry, stacks = Scan.of(loop).split(loop.invars)
+        # Nor is a forward pass recomputed before, where the compiler writes out an iteration.
+        kept = [var for var in variables(stacks) if var not in jaxpr.invars]
+        tied = list(dict.fromkeys(variables([*ready, *carry, *kept])))
         before = needed(eqns, [*tied, *loop.invars], known)
         known |= _computed(before, known)
         known |= zip(tied, lax.optimization_barrier([known[var] for var in tied]), strict=True)

@@ -252,6 +252,11 @@ class FlatEquations:
     constants: dict[Any, Any]
     calls: dict[int, tuple[Any, ...]]
 
+    def replaced(self, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """Return the new equations of `(new, old)`; they stand in the calls of the old ones."""
+        self.calls.update((id(new), self.calls.get(id(old), ())) for new, old in pairs)
+        return [new for new, _ in pairs]
+
 
 def flat_equations(
     eqns: Sequence[Any], results: Sequence[Any], known: Container[Any] = ()

@@ -46,6 +46,7 @@ from plurax import errors
 from plurax.jaxpr.barrier import order_after_cotangent, pick_dependency
 from plurax.jaxpr.compat import ANNOTATIONS, REMAT, called_jaxpr, is_recomputed, open_jaxpr
 from plurax.jaxpr.interpret import flat_equations, holds, needed, source_line
+from plurax.jaxpr.loop_constants import broadcasts_inside
 from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.branches import Branches, cpu_branch
@@ -148,6 +149,7 @@ class Partitioner(Resharder):
         here = {**known, **{var: self.constant(value) for var, value in flat.constants.items()}}
         results, effects = flat.results, {id(eqn) for eqn in flat.eqns if eqn.effects}
         eqns = needed(flat.eqns, results, here, effects)
+        eqns = flat.replaced(broadcasts_inside(eqns, results))
         goal = {
             var: target
             for var, target in zip(results, wanted or (), strict=False)
@@ -156,9 +158,7 @@ class Partitioner(Resharder):
         if goal:
             stacks = {var for var, target in goal.items() if self.row_goal(target)}
             whole = {var for var, value in here.items() if not self._is_partial(value)}
-            pairs = rows_inside(eqns, stacks, results, whole)
-            flat.calls.update((id(new), flat.calls.get(id(old), ())) for new, old in pairs)
-            eqns = [new for new, _ in pairs]
+            eqns = flat.replaced(rows_inside(eqns, stacks, results, whole))
         gathers = None
         if self._gathers_parameters(known):
             gathers = Gathers(self, eqns, here, once=self.over_layers)
