@@ -10,6 +10,7 @@ Run it where the compilers are installed: pip install 'plurax[tpu,cuda]'.
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -37,7 +38,8 @@ OPTIMIZER = optax.adamw(1e-4)
 class Transformer:
     """A decoder in bfloat16 whose layers are scanned; parameters are float32.
 
-    `constrain` is applied to what layers hand on: by hand that is a constraint on its sharding.
+    `constrain(x, kind)` is applied to the `residual` behind attention and behind each layer, and to
+    the `logits`: by hand that is a constraint on the sharding, for plurax a name.
     """
 
     width: int = 1024
@@ -45,7 +47,7 @@ class Transformer:
     words: int = 8192
     tokens: int = 1024
     heads: int = 8
-    constrain: Callable[[jax.Array], jax.Array] = lambda x: x
+    constrain: Callable[[jax.Array, str], jax.Array] = lambda x, kind: x
 
     def init(self, key: Any) -> Any:
         """Return the parameters, layers stacked."""
@@ -82,16 +84,18 @@ class Transformer:
         weights = jax.nn.softmax(jnp.where(causal, scores, -1e30)).astype(x.dtype)
         mixed = jnp.einsum("bhts,bshk->bthk", weights, v)
         x = x + jnp.einsum("bthk,hkd->btd", mixed, p["out"].astype(x.dtype))
+        x = self.constrain(x, "residual")
         h = normed(x, p["norms"][1])
-        return x + jax.nn.gelu(h @ p["up"].astype(x.dtype)) @ p["down"].astype(x.dtype)
+        x = x + jax.nn.gelu(h @ p["up"].astype(x.dtype)) @ p["down"].astype(x.dtype)
+        return self.constrain(x, "residual")
 
     def loss(self, p: Any, batch: Any, keys: Any = None, *, remat: bool = False) -> jax.Array:
         """Return losses `(B,)`."""
         layer = jax.checkpoint(self.layer) if remat else self.layer
         x = p["table"].astype(jnp.bfloat16)[batch["tokens"][:, :-1]]
-        x = self.constrain(x)
-        x, _ = jax.lax.scan(lambda x, p: (self.constrain(layer(p, x)), None), x, p["layers"])
-        logits = (x @ p["head"].astype(x.dtype)).astype(jnp.float32)
+        x = self.constrain(x, "residual")
+        x, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, p["layers"])
+        logits = self.constrain((x @ p["head"].astype(x.dtype)).astype(jnp.float32), "logits")
         entropy = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
         return entropy.mean(-1)
 
@@ -109,31 +113,54 @@ def normed(x: jax.Array, gain: jax.Array) -> jax.Array:
 # --- By hand --------------------------------------------------------------------------------------
 
 
+MEGATRON = {
+    "qkv": (None, None, None, "tensor", None),
+    "out": (None, "tensor", None, None),
+    "up": (None, None, "tensor"),
+    "down": (None, "tensor", None),
+    "head": (None, "tensor"),
+}
+"""By the last part of a parameter's path, the axes of its dims; the first of a stack: layers."""
+
+
 def by_hand(
-    model: Transformer, devices: Sequence[Any], size: int, plan: px.Plan
+    model: Transformer, devices: Sequence[Any], size: int, plan: px.Plan, *, sequence: bool
 ) -> tuple[jax.stages.Compiled, Mesh]:
-    """Compile the step of a plan over `data` as users of plain JAX write it."""
-    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+    """Compile the step of a plan over `data` and `tensor` as users of plain JAX write it."""
+    types = (AxisType.Auto, AxisType.Auto)
+    grid = np.array(devices).reshape(plan.data, plan.tensor)
+    mesh = Mesh(grid, ("data", "tensor"), axis_types=types)
     remat, pieces = plan.remat == "full", plan.microbatches
     rows = NamedSharding(mesh, P("data"))
     # Without it the partitioner splits activations as the parameters are, and sends far more.
-    model = dataclasses.replace(
-        model, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows)
-    )
+    activations = {
+        "residual": P("data", "tensor" if sequence else None),
+        "logits": P("data", None, "tensor"),
+    }
 
-    def sharded(leaf: Any, *, split: bool) -> NamedSharding:
-        """Split the largest dim that divides; of a stack not the layers."""
-        dims = [d for d in range(leaf.ndim) if leaf.shape[d] % len(devices) == 0]
+    def constrain(x: jax.Array, kind: str) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, activations[kind]))
+
+    model = dataclasses.replace(model, constrain=constrain)
+
+    def sharded(path: Any, leaf: Any, *, split: bool) -> NamedSharding:
+        """Split by `tensor`, and of the other dims the largest that divides; not the layers."""
+        name = path[-1].key if path and hasattr(path[-1], "key") else ""
+        axes = list(MEGATRON.get(name, [None] * leaf.ndim))[: leaf.ndim]
+        dims = [d for d in range(leaf.ndim) if leaf.shape[d] % plan.data == 0 and axes[d] is None]
         dims = [d for d in dims if leaf.ndim < 3 or d > 0]
-        if not (split and dims and math.prod(leaf.shape) >= 2**16):
-            return NamedSharding(mesh, P())
-        largest = max(dims, key=lambda d: leaf.shape[d])
-        return NamedSharding(mesh, P(*[None] * largest, "data"))
+        if split and dims and math.prod(leaf.shape) >= 2**16:
+            axes[max(dims, key=lambda d: leaf.shape[d])] = "data"
+        return NamedSharding(mesh, P(*axes))
 
     params = jax.eval_shape(model.init, jax.random.key(0))
     state = jax.eval_shape(OPTIMIZER.init, params)
-    own = jax.tree.map(lambda leaf: sharded(leaf, split=plan.zero == 3), params)
-    kept = jax.tree.map(lambda leaf: sharded(leaf, split=plan.zero >= 1), state)
+
+    def shardings(tree: Any, *, split: bool) -> Any:
+        return jax.tree_util.tree_map_with_path(functools.partial(sharded, split=split), tree)
+
+    own = shardings(params, split=plan.zero == 3)
+    kept = shardings(state, split=plan.zero >= 1)
 
     def step(params: Any, state: Any, batch: Any) -> Any:
         def mean_loss(params: Any, batch: Any) -> jax.Array:
@@ -145,7 +172,7 @@ def by_hand(
             # Microbatches of every device's own rows.
             parts = jax.tree.map(
                 lambda x: jax.lax.with_sharding_constraint(
-                    x.reshape(len(devices), pieces, -1, *x.shape[1:])
+                    x.reshape(plan.data, pieces, -1, *x.shape[1:])
                     .swapaxes(0, 1)
                     .reshape(pieces, -1, *x.shape[1:]),
                     NamedSharding(mesh, P(None, "data")),
@@ -163,7 +190,7 @@ def by_hand(
             (loss, grads), _ = jax.lax.scan(add, (jnp.float32(0), zeros), parts)
             loss, grads = jax.tree.map(lambda x: x / pieces, (loss, grads))
         if plan.zero:
-            wanted = jax.tree.map(lambda leaf: sharded(leaf, split=True), params)
+            wanted = shardings(params, split=True)
             grads = jax.lax.with_sharding_constraint(grads, wanted)
         updates, state = OPTIMIZER.update(grads, state, params)
         norm = optax.tree.norm(grads)
@@ -181,12 +208,19 @@ def by_hand(
 
 # --- Both sides -----------------------------------------------------------------------------------
 
-PLANS = {
+PLANS: dict[str, dict[str, Any]] = {
     "data": {"remat": "full", "microbatches": 2},
     "data, one microbatch": {"remat": "full"},
     "zero1": {"zero": 1, "remat": "full", "microbatches": 2},
     "zero3": {"zero": 3, "remat": "full", "microbatches": 2},
     "zero3, no remat": {"zero": 3, "microbatches": 2},
+    "tensor": {"tensor": 4, "remat": "full"},
+    "sequence": {"tensor": 4, "remat": "full"},
+}
+# By hand the compiler moves the cast to bfloat16 before the reduction, where it may.
+PLANS |= {
+    f"{name}, sums in bfloat16": {**PLANS[name], "reduce_dtype": "bfloat16"}
+    for name in ("data", "data, one microbatch", "zero1", "zero3")
 }
 
 
@@ -209,16 +243,25 @@ def figures(compiled: jax.stages.Compiled, schedule: CompiledSchedule) -> dict[s
 def measure(target: Target, name: str, model: Transformer, sides: Sequence[str]) -> dict[str, Any]:
     """Compile one plan for one machine, by the sides asked for."""
     devices = target.devices()
-    plan, size = px.Plan(data=len(devices), **PLANS[name]), 8 * len(devices)
+    fields, sequence, size = dict(PLANS[name]), name.startswith("sequence"), 8 * len(devices)
+    if "tensor" in fields:
+        fields["shardings"] = px.sharding.megatron(
+            column={"layers/qkv": (..., "tensor", None), "layers/up": (..., "tensor")},
+            row={"layers/out": (..., "tensor", None, None), "layers/down": (..., "tensor", None)},
+            head=["head"],
+            sequence=["residual"] if sequence else (),
+        )
+    plan = px.Plan(data=len(devices) // fields.get("tensor", 1), **fields)
     found: dict[str, Any] = {}
     for side in sides:
         started = time.perf_counter()
         if side == "plurax":
-            task = px.Task(init=model.init, loss=model.loss)
+            named = dataclasses.replace(model, constrain=px.sharding.name) if sequence else model
+            task = px.Task(init=named.init, loss=named.loss)
             program = px.compile(task, OPTIMIZER, plan, model.batch(size), devices=devices)
             compiled, mesh = program.compiled_step, program.mesh
         else:
-            compiled, mesh = by_hand(model, devices, size, plan)
+            compiled, mesh = by_hand(model, devices, size, plan, sequence=sequence)
         text = compiled.as_text() or ""
         schedule = walk_schedule(parse(text), mesh, target.machine, target.clock)
         found[side] = figures(compiled, schedule) | {"seconds": time.perf_counter() - started}

@@ -151,8 +151,8 @@ def x64() -> Iterator[None]:
     jax.config.update("jax_enable_x64", False)
 
 
-# Pages and examples do as a user does.
-PROMOTE = ("tests/test_documents.py", "tests/test_examples.py")
+# Pages, examples and what is written by hand in plain JAX do as a user does.
+PROMOTE = ("tests/test_documents.py", "tests/test_examples.py", "tests/absent/test_by_hand.py")
 
 
 @pytest.hookimpl(wrapper=True)

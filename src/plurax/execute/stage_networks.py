@@ -266,8 +266,10 @@ def _cut(
     network = Cut(closed, count, states, outputs, assign, partitioner).network()
     if not training or plan.remat == "none":
         return network
+    # Between a stage's forward and backward pass are those of other microbatches.
+    again = functools.partial(rematerialized, policy=plan.remat, at_once=False)
     edges = {
-        stage: dataclasses.replace(stage_fn, fun=rematerialized(stage_fn.fun, plan.remat))
+        stage: dataclasses.replace(stage_fn, fun=again(stage_fn.fun))
         for stage, stage_fn in network.stage_fns.items()
     }
     return StagedNetwork(edges, None, plan.total_stages)

@@ -10,8 +10,11 @@ Each equation of the forward pass runs twice. A loop is recomputed iteration by 
     policy    kept for the backward pass                   recomputed
     none      16 values, 1 MiB                             nothing
     dots      the results of matrix products               all else
-    full      3 values between 4 segments, 192 KiB,        each segment, once
+    full      3 values between 4 segments, 192 KiB,        each segment but the last, once
               and at most 4 values of one segment
+
+The backward pass begins with the last segment: its values are needed as soon as they are computed,
+so to compute them again would save nothing.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174.
 """
@@ -19,7 +22,7 @@ Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,7 +53,7 @@ POLICIES: dict[Remat, Callable[..., Any] | None] = {
 
 
 def rematerialized(
-    fun: Callable[..., PyTree], policy: Remat, *, whole: bool = False
+    fun: Callable[..., PyTree], policy: Remat, *, whole: bool = False, at_once: bool = True
 ) -> Callable[..., PyTree]:
     """Return a function whose gradient uses less memory and more compute; its values are the same.
 
@@ -62,8 +65,10 @@ def rematerialized(
       - `dots`: the results of matrix products; all else is recomputed.
       - `offload`: as `dots`, with the results in host memory.
       - `full`: the carry of each loop iteration and, outside of loops, the values between about √n
-        segments of √n of the n equations.
+        segments of √n of the n equations; segments are as long as an iteration if that is longer.
     - `whole`: one segment, so that only the arguments are kept.
+    - `at_once`: the backward pass follows the forward pass at once, so that the last segment is not
+      recomputed.
 
     >>> import jax.numpy as jnp
     >>> float(jax.grad(rematerialized(lambda x: jnp.sin(jnp.sin(x)), "full"))(0.0))
@@ -81,9 +86,7 @@ def rematerialized(
     def again(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
-        count = len(closed.jaxpr.eqns)
-        size = max(1, math.isqrt(count))
-        out = _in_segments(closed.jaxpr, closed.consts, leaves, size, save)
+        out = _in_segments(closed.jaxpr, closed.consts, leaves, save, at_once)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return again
@@ -117,7 +120,7 @@ def _real(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_segments(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array], size: int, save: Any
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array], save: Any, at_once: bool
 ) -> list[Array]:
     """Evaluate equations: loops iteration by iteration, the others in recomputed segments."""
     known: dict[Any, Any] = dict(
@@ -129,9 +132,10 @@ def _in_segments(
     cast = [var for eqn in casts for var in eqn.outvars]
     known.update(zip(cast, evaluate(casts, known, cast), strict=True))
     jaxpr = jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if eqn not in casts])
-    for segment in _segments(jaxpr, size):
+    segments = _segments(jaxpr, _segment_size(jaxpr))
+    for segment in segments:
         results = [var for eqn in segment for var in eqn.outvars]
-        if segment[0].primitive.name == "scan":
+        if segment[0].primitive.name == "scan" or (at_once and segment is segments[-1]):
             out = evaluate(segment, known, results, handlers)
         else:
             # The segment's inputs, each once: these are kept for the backward pass.
@@ -150,7 +154,17 @@ def _segment(
     return evaluate(eqns, dict(zip(inputs, values, strict=True)), results)
 
 
-def _segments(jaxpr: Jaxpr, size: int) -> Iterator[list[Any]]:
+def _segment_size(jaxpr: Jaxpr) -> int:
+    """Return about how many equations a segment has: √n, or as many as an iteration of a loop.
+
+    An iteration is recomputed whole, and what it computes is held meanwhile; a segment of as many
+    equations holds about as much. What follows the layers, a head and a loss, is one segment then.
+    """
+    bodies = [len(Scan.of(eqn).body.eqns) for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    return max(1, math.isqrt(len(jaxpr.eqns)), *bodies)
+
+
+def _segments(jaxpr: Jaxpr, size: int) -> list[list[Any]]:
     """Split equations into loops, one each, and segments of about `size` in between.
 
     A cut within a layer keeps several of its activations, one between layers keeps a single one. So
@@ -162,7 +176,7 @@ def _segments(jaxpr: Jaxpr, size: int) -> Iterator[list[Any]]:
     """
     eqns, live = jaxpr.eqns, _live_bytes(jaxpr)
     loops = [index for index, eqn in enumerate(eqns) if eqn.primitive.name == "scan"]
-    start = 0
+    start, segments = 0, []
     while start < len(eqns):
         stop = next((index for index in loops if index >= start), len(eqns))
         end = stop
@@ -171,8 +185,9 @@ def _segments(jaxpr: Jaxpr, size: int) -> Iterator[list[Any]]:
         elif stop - start > size:
             ends = range(start + max(1, size // 2), min(start + 2 * size, stop) + 1)
             end = min(ends, key=lambda end: (live[end - 1], abs(end - start - size)))
-        yield eqns[start:end]
+        segments.append(eqns[start:end])
         start = end
+    return segments
 
 
 def _live_bytes(jaxpr: Jaxpr) -> list[int]:
