@@ -197,6 +197,41 @@ def test_a_chain_of_fusions_hides_what_its_fusions_compute(mesh):
     assert walk.hidden == pytest.approx(1.0)
 
 
+SPARSE_CORE = f"""
+%offloaded (x: f32[64], t: token[]) -> f32[256] {{
+  %t = token[] parameter(1)
+  %x = f32[64]{{0}} parameter(0)
+  ROOT %g = f32[256]{{0}} all-gather(%x), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}
+}}, execution_thread="sparsecore"
+
+ENTRY %main (x: f32[64], y: f32[100000]) -> f32[256] {{
+  %x = f32[64]{{0}} parameter(0)
+  %y = f32[1000]{{0}} parameter(1)
+  %s = ((f32[64], token[]), f32[256]) call-start(%x), to_apply=%offloaded
+{cycles("a", 1000)}
+  ROOT %d = f32[256]{{0}} call-done(%s)
+}}
+"""
+
+
+def test_what_a_sparse_core_sends_is_hidden_too(mesh):
+    """A TPU's SparseCore runs it in a computation of its own, beside the instructions."""
+    (found,) = collectives(SPARSE_CORE, mesh)
+    assert (found.kind, found.bytes) == ("all-gather", 1024)
+    walk = walk_schedule(parse(SPARSE_CORE), mesh, MACHINE, clock=1e9)
+    (record,) = walk.collectives
+    assert (record.collective, record.asynchronous) == (found, True)
+    assert (walk.seconds, walk.hidden) == (pytest.approx(1e-6), pytest.approx(1.0))
+
+
+def test_what_another_collective_waits_for_is_not_hidden(mesh):
+    """The link sends one after another: the second one, at once, waits for both."""
+    walk = walk_schedule(scheduled(f"  %other = {GATHER}"), mesh, MACHINE, clock=1e9)
+    assert walk.seconds == pytest.approx(2 * SENDING)
+    assert walk.waiting == pytest.approx(walk.sending)
+    assert walk.hidden == pytest.approx(0.0)
+
+
 def test_a_roofline_counts_products_and_bytes(mesh):
     """Without cycles: a product of 64 x 32 by 32 x 16, which its bytes bound."""
     text = """

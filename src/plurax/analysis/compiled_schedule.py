@@ -115,6 +115,7 @@ class _Time:
 
     def __init__(self) -> None:
         self.total = self.computing = self.waiting = 0.0
+        self._waits: list[tuple[float, float]] = []
 
     def add(self, other: "_Time", times: float = 1) -> None:
         """Let another computation run, so many times."""
@@ -127,12 +128,16 @@ class _Time:
         self.total += seconds
         self.computing += seconds
 
-    def wait(self, until: float) -> float:
-        """Wait for the link, and return the seconds waited."""
-        seconds = max(0.0, until - self.total)
-        self.total += seconds
-        self.waiting += seconds
-        return seconds
+    def wait(self, until: float) -> None:
+        """Wait for the link."""
+        if until > self.total:
+            self._waits.append((self.total, until))
+            self.waiting, self.total = self.waiting + until - self.total, until
+
+    def waited(self, sent: "_Pending") -> float:
+        """Return how long the device waited while it was sent, for it or for another."""
+        begin = sent.end - sent.seconds
+        return sum(max(0, min(sent.end, to) - max(begin, since)) for since, to in self._waits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +222,7 @@ class _ScheduleWalk:
 
     def _started(self, instruction: Instruction) -> Instruction | None:
         """Return the collective that an instruction is or starts."""
-        if instruction.opcode == "async-start":
+        if instruction.opcode in ("async-start", "call-start"):  # the second on a SparseCore
             inside = self._module.computations.get(next(instruction.called(), ""), ())
             return next((other for other in inside if self._sends(other)), None)
         return instruction if self._sends(instruction) else None
@@ -258,8 +263,8 @@ class _ScheduleWalk:
 
     def _finish(self, pending: _Pending, time: _Time) -> None:
         """Wait for a collective, and note what of it was hidden."""
-        waited = time.wait(pending.end)
-        hidden = max(0.0, pending.seconds - waited) * pending.times
+        time.wait(pending.end)
+        hidden = max(0.0, pending.seconds - time.waited(pending)) * pending.times
         record = self.collectives[pending.index]
         if record.asynchronous:
             self.collectives[pending.index] = dataclasses.replace(record, hidden=hidden)

@@ -53,8 +53,6 @@ from plurax.trace.step_trace import StepTrace, Value
 from plurax.tree import human_bytes
 from plurax.user_frames import is_users_file
 
-"""The kind of a collective, and its mesh axes."""
-
 Function = Literal["step", "epoch", "gradients", "evaluate", "predict"]
 _TIMED = {"step": "a step", "epoch": "a step of the loop"}
 _TAKEN = {"epoch": "state and data", "evaluate": "parameters and batch",
