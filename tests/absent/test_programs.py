@@ -18,7 +18,10 @@ import pytest
 
 import plurax as px
 from plurax.execute import early_reduction
+from plurax.execute.compiler_options import checked_options, try_options
 from plurax.hlo.text import parse
+from plurax.mesh import make_mesh
+from plurax.trace.advised_options import advised_options
 
 jax.config.update("jax_platforms", "cpu")
 
@@ -263,6 +266,17 @@ def test_an_option_that_a_compiler_refuses(machine, options, text):
             scanned_task(), optax.adam(1e-3), px.Plan(data=4), rows(),
             devices=px.topology(machine), compiler_options=options,
         )  # fmt: skip
+
+
+KINDS = {"NVIDIA H100 80GB HBM3": "8xH100", "TPU v6 lite": "v6e:2x2"}
+
+
+@pytest.mark.parametrize("kind", sorted(advised_options()))
+def test_a_compiler_takes_the_options_that_are_advised_for_it(kind):
+    devices = px.topology(KINDS[kind])
+    assert devices[0].device_kind == kind
+    advised = {name: advice["value"] for name, advice in advised_options()[kind].items()}
+    try_options(checked_options(advised), make_mesh(px.Plan(), devices))
 
 
 QUICK = {("4xH100", "zero 2"), ("v5e:2x2", "data")}

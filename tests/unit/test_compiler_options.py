@@ -2,12 +2,14 @@
 
 import contextlib
 import re
+import tomllib
 
 import jax
 import numpy as np
 import optax
 import pytest
 from tests import models
+from tests.command import run
 
 import plurax as px
 from plurax.execute.array_data import ArrayData
@@ -170,6 +172,32 @@ def test_fit_of_members_keeps_a_program_for_each_set_of_options():
 
     assert fit().compiler_options == {}
     assert fit(compiler_options=UNFUSED).compiler_options == UNFUSED
+
+
+FILE = """
+import optax, plurax as px
+from tests import models
+
+def experiment(option: str = "xla_embed_ir_in_executable"):
+    return px.Experiment(
+        task=models.mlp_task(), optimizer=optax.adam(1e-2), data=models.data(32), batch_size=8,
+        compiler_options={option: True},
+    )
+"""
+
+
+def test_options_of_an_experiment(tmp_path, monkeypatch, capsys):
+    """A file gives them, for training, for its plan and for predictions."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.py").write_text(FILE)
+    code, _, err = run(capsys, "train", "small.py", "--no-progress", "--output", "run")
+    assert (code, err) == (0, "")
+    table = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["compiled"]
+    assert table["options"] == {"xla_embed_ir_in_executable": True}
+    for command in ("train", "plan"):
+        code, _, err = run(capsys, command, "small.py", "--experiment.option", "xla_nope")
+        assert code == 2
+        assert "compiler for cpu has no such option" in err
 
 
 def test_workers_compile_with_the_options(tmp_path):

@@ -248,12 +248,26 @@ def test_doctor_prints_what_a_bug_report_needs(capsys, monkeypatch):
         "cores for this process",
         "flax: ",
         "XLA_PYTHON_CLIENT_MEM_FRACTION: 0.42",
+        "options of the compiler (compiler_options=...):\n  cpu: none is known to help\n",
         "slow, or surprising:\n  - ",
     ):
         assert text in out
     assert [f"  {name}: (set)" in out for name in hidden] == [True] * len(hidden)
     assert "secret" not in out
     assert r"JAX_PLATFORM_NAME: cpu\x1b[2J" in out
+
+
+def test_doctor_says_which_options_of_the_compiler_help(monkeypatch):
+    advice = {
+        "xla_a": {"value": True, "why": "2 % shorter steps"},
+        "xla_b": {"value": 8, "why": "less memory"},
+    }
+    monkeypatch.setattr(doctor, "advised_options", lambda: {"TPU 9": advice})
+    assert doctor.advice_text(["TPU 9", "cpu", "TPU 9"]) == [
+        "TPU 9: xla_a = True: 2 % shorter steps",
+        "TPU 9: xla_b = 8: less memory",
+        "cpu: none is known to help",
+    ]
 
 
 def test_doctor_says_what_is_missing_in_a_line(monkeypatch):

@@ -19,6 +19,7 @@ from plurax.cli.options import Devices
 from plurax.cli.parser import parse_options
 from plurax.run_folder.run_file import versions
 from plurax.terminal import printable
+from plurax.trace.advised_options import advised_options
 
 SMALL_SHM = 1 << 30
 """Bytes of /dev/shm below which it is small: that of a container is 64 MB by default."""
@@ -92,6 +93,9 @@ def doctor_command(arguments: list[str]) -> int:
     lines += [*_pairs(set_here), *_pairs(facts.environment)]
     lines += [
         "",
+        "options of the compiler (compiler_options=...):",
+        *(f"  {text}" for text in advice_text(facts.kinds)),
+        "",
         "slow, or surprising:",
         *(f"  - {text}" for text in findings(facts)),
     ]
@@ -137,6 +141,16 @@ def devices_text(facts: Facts) -> list[str]:
     lines.append(f"{facts.cores} cores for this process")
     if facts.shm is not None:
         lines.append(f"/dev/shm of {tree.human_bytes(facts.shm)}")
+    return lines
+
+
+def advice_text(kinds: Sequence[str]) -> list[str]:
+    """Return lines that say which options of the compiler help on these kinds of devices."""
+    lines, known = [], advised_options()
+    for kind in dict.fromkeys(kinds):
+        advised = known.get(kind, {})
+        lines += [f"{kind}: {name} = {one['value']}: {one['why']}" for name, one in advised.items()]
+        lines += [] if advised else [f"{kind}: none is known to help"]
     return lines
 
 
