@@ -80,11 +80,11 @@ def test_the_last_segment_is_not_computed_again(fun, at_once, products, recomput
 
 @pytest.mark.parametrize("policy", ["dots", "full"])
 @pytest.mark.parametrize("fun", [scanned, unrolled, long_tail])
-def test_gradients_are_the_same(fun, policy):
+def test_gradients_are_the_same(fun, policy, x64):
     params, x = arguments()
     want = jax.grad(fun)(params, x)
     got = jax.grad(rematerialized(fun, policy))(params, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), got, want)
 
 
 def test_what_is_longer_than_an_iteration_is_cut():
