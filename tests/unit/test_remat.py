@@ -87,8 +87,26 @@ def test_gradients_are_the_same(fun, policy, x64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), got, want)
 
 
-def test_what_is_longer_than_an_iteration_is_cut():
+def test_what_computes_more_than_an_iteration_is_cut():
     """Else all that follows a short loop would be held."""
     params, x = arguments()
     jaxpr = jax.make_jaxpr(jax.grad(rematerialized(long_tail, "full")))(params, x).jaxpr
     assert sum(count(jaxpr, name) for name in REMAT) >= 3
+
+
+def wide_tail(params, x):
+    """A loop over layers, and fewer equations behind it, but on 64 times as many rows."""
+
+    def layer(x, w):
+        for _ in range(8):
+            x = jnp.sin(x @ w)
+        return x, None
+
+    x = jnp.tile(jax.lax.scan(layer, x, params["layers"])[0], (64, 1))
+    return jnp.sum(jnp.sin(jnp.cos(jnp.tanh(x @ params["head"]))))
+
+
+def test_an_iteration_is_measured_in_bytes():
+    params, x = arguments()
+    jaxpr = jax.make_jaxpr(jax.grad(rematerialized(wide_tail, "full")))(params, x).jaxpr
+    assert sum(count(jaxpr, name) for name in REMAT) >= 1

@@ -65,7 +65,7 @@ def rematerialized(
       - `dots`: the results of matrix products; all else is recomputed.
       - `offload`: as `dots`, with the results in host memory.
       - `full`: the carry of each loop iteration and, outside of loops, the values between about √n
-        segments of √n of the n equations; segments are as long as an iteration if that is longer.
+        segments of √n of the n equations, or of as many bytes as one of those iterations computes.
     - `whole`: one segment, so that only the arguments are kept.
     - `at_once`: the backward pass follows the forward pass at once, so that the last segment is not
       recomputed.
@@ -132,7 +132,7 @@ def _in_segments(
     cast = [var for eqn in casts for var in eqn.outvars]
     known.update(zip(cast, evaluate(casts, known, cast), strict=True))
     jaxpr = jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if eqn not in casts])
-    segments = _segments(jaxpr, _segment_size(jaxpr))
+    segments = _segments(jaxpr)
     for segment in segments:
         results = [var for eqn in segment for var in eqn.outvars]
         if segment[0].primitive.name == "scan" or (at_once and segment is segments[-1]):
@@ -154,18 +154,11 @@ def _segment(
     return evaluate(eqns, dict(zip(inputs, values, strict=True)), results)
 
 
-def _segment_size(jaxpr: Jaxpr) -> int:
-    """Return about how many equations a segment has: √n, or as many as an iteration of a loop.
+def _segments(jaxpr: Jaxpr) -> list[list[Any]]:
+    """Split n equations into loops, one each, and segments of about `size`, √n, in between.
 
-    An iteration is recomputed whole, and what it computes is held meanwhile; a segment of as many
-    equations holds about as much. What follows the layers, a head and a loss, is one segment then.
-    """
-    bodies = [len(Scan.of(eqn).body.eqns) for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
-    return max(1, math.isqrt(len(jaxpr.eqns)), *bodies)
-
-
-def _segments(jaxpr: Jaxpr, size: int) -> list[list[Any]]:
-    """Split equations into loops, one each, and segments of about `size` in between.
+    What computes no more bytes than one iteration of a loop is one segment, such as a head and a
+    loss behind layers: an iteration is recomputed whole, so a device holds as much anyway.
 
     A cut within a layer keeps several of its activations, one between layers keeps a single one. So
     a segment ends where the fewest bytes are alive, `size / 2` to `2 * size` equations after its
@@ -175,14 +168,16 @@ def _segments(jaxpr: Jaxpr, size: int) -> list[list[Any]]:
                      3 arrays    1 large                 ^ 1 array: here
     """
     eqns, live = jaxpr.eqns, _live_bytes(jaxpr)
+    size = max(1, math.isqrt(len(eqns)))
     loops = [index for index, eqn in enumerate(eqns) if eqn.primitive.name == "scan"]
+    iteration = max((_computed_bytes(Scan.of(eqns[i]).body.eqns) for i in loops), default=0)
     start, segments = 0, []
     while start < len(eqns):
         stop = next((index for index in loops if index >= start), len(eqns))
         end = stop
         if start in loops:
             end = start + 1
-        elif stop - start > size:
+        elif stop - start > size and _computed_bytes(eqns[start:stop]) > iteration:
             ends = range(start + max(1, size // 2), min(start + 2 * size, stop) + 1)
             end = min(ends, key=lambda end: (live[end - 1], abs(end - start - size)))
         segments.append(eqns[start:end])
@@ -197,11 +192,19 @@ def _live_bytes(jaxpr: Jaxpr) -> list[int]:
     change = [0] * (len(jaxpr.eqns) + 1)
     for index, eqn in enumerate(jaxpr.eqns):
         for var in eqn.outvars:
-            aval: Any = var.aval
-            size = math.prod(aval.shape) * aval.dtype.itemsize
+            size = _bytes(var)
             change[index] += size
             change[last.get(var, index)] -= size
     return list(itertools.accumulate(change))[:-1]
+
+
+def _computed_bytes(eqns: Sequence[Any]) -> int:
+    """Return the bytes of the results of equations."""
+    return sum(_bytes(var) for eqn in eqns for var in eqn.outvars)
+
+
+def _bytes(var: Any) -> int:
+    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
 
 
 def order_recomputation(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
