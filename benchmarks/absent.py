@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import plurax as px
-from plurax.analysis.compiled_schedule import CompiledSchedule, walk_schedule
+from plurax.analysis.compiled_schedule import walk_schedule
 from plurax.hlo.memory import memory
 from plurax.hlo.text import parse
 from plurax.targets import Target
@@ -224,9 +224,23 @@ PLANS |= {
 }
 
 
-def figures(compiled: jax.stages.Compiled, schedule: CompiledSchedule) -> dict[str, Any]:
-    """Return what is compared."""
+def make_plan(fields: Mapping[str, Any], devices: int, *, sequence: bool = False) -> px.Plan:
+    """Return the plan of these fields over so many devices, with Megatron's rules for `tensor`."""
+    fields = dict(fields)
+    if "tensor" in fields:
+        fields["shardings"] = px.sharding.megatron(
+            column={"layers/qkv": (..., "tensor", None), "layers/up": (..., "tensor")},
+            row={"layers/out": (..., "tensor", None, None), "layers/down": (..., "tensor", None)},
+            head=["head"],
+            sequence=["residual"] if sequence else (),
+        )
+    return px.Plan(data=devices // fields.get("tensor", 1), **fields)
+
+
+def figures(compiled: jax.stages.Compiled, mesh: Mesh, target: Target) -> dict[str, Any]:
+    """Return what is compared of a program for a machine."""
     held = memory(compiled)
+    schedule = walk_schedule(parse(compiled.as_text() or ""), mesh, target.machine, target.clock)
     return {
         "temporaries_mib": held.temporaries / 2**20,
         "copied_mib": (held.outputs - held.aliased) / 2**20,
@@ -243,15 +257,8 @@ def figures(compiled: jax.stages.Compiled, schedule: CompiledSchedule) -> dict[s
 def measure(target: Target, name: str, model: Transformer, sides: Sequence[str]) -> dict[str, Any]:
     """Compile one plan for one machine, by the sides asked for."""
     devices = target.devices()
-    fields, sequence, size = dict(PLANS[name]), name.startswith("sequence"), 8 * len(devices)
-    if "tensor" in fields:
-        fields["shardings"] = px.sharding.megatron(
-            column={"layers/qkv": (..., "tensor", None), "layers/up": (..., "tensor")},
-            row={"layers/out": (..., "tensor", None, None), "layers/down": (..., "tensor", None)},
-            head=["head"],
-            sequence=["residual"] if sequence else (),
-        )
-    plan = px.Plan(data=len(devices) // fields.get("tensor", 1), **fields)
+    sequence, size = name.startswith("sequence"), 8 * len(devices)
+    plan = make_plan(PLANS[name], len(devices), sequence=sequence)
     found: dict[str, Any] = {}
     for side in sides:
         started = time.perf_counter()
@@ -262,9 +269,7 @@ def measure(target: Target, name: str, model: Transformer, sides: Sequence[str])
             compiled, mesh = program.compiled_step, program.mesh
         else:
             compiled, mesh = by_hand(model, devices, size, plan, sequence=sequence)
-        text = compiled.as_text() or ""
-        schedule = walk_schedule(parse(text), mesh, target.machine, target.clock)
-        found[side] = figures(compiled, schedule) | {"seconds": time.perf_counter() - started}
+        found[side] = figures(compiled, mesh, target) | {"seconds": time.perf_counter() - started}
     return found
 
 

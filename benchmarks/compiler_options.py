@@ -14,9 +14,8 @@ from collections.abc import Mapping
 import jax
 
 import plurax as px
-from benchmarks.absent import OPTIMIZER, Transformer, figures
-from plurax.analysis.compiled_schedule import walk_schedule
-from plurax.hlo.text import parse
+from benchmarks.absent import OPTIMIZER, Transformer, figures, make_plan
+from benchmarks.absent import PLANS as PLANS_BESIDE_HAND
 from plurax.targets import Target
 
 Options = Mapping[str, bool | int | str]
@@ -65,21 +64,8 @@ CANDIDATES: Mapping[str, Mapping[str, Options]] = {
 }  # fmt: skip
 
 
-def plans(devices: int) -> dict[str, px.Plan]:
-    """Return the plans that are compiled, over so many devices."""
-    common = {"remat": "full", "microbatches": 2}
-    split = px.sharding.megatron(
-        column={"layers/qkv": (..., "tensor", None), "layers/up": (..., "tensor")},
-        row={"layers/out": (..., "tensor", None, None), "layers/down": (..., "tensor", None)},
-        head=["head"],
-    )
-    tensor = {"data": devices // 4, "tensor": 4, "shardings": split}
-    return {
-        "data": px.Plan(data=devices, **common),
-        "zero1": px.Plan(data=devices, zero=1, **common),
-        "zero3": px.Plan(data=devices, zero=3, **common),
-        "tensor": px.Plan(**tensor, **common),
-    }
+NAMES = ("data", "zero1", "zero3", "tensor")
+PLANS = {name: {**PLANS_BESIDE_HAND[name], "microbatches": 2} for name in NAMES}
 
 
 def measure(machine: str, names: list[str], model: Transformer, only: list[str] | None) -> None:
@@ -88,7 +74,7 @@ def measure(machine: str, names: list[str], model: Transformer, only: list[str] 
     devices = target.devices()
     candidates = {"none": {}, **CANDIDATES[target.machine.platform]}
     for name in names:
-        plan, batch = plans(len(devices))[name], model.batch(8 * len(devices))
+        plan, batch = make_plan(PLANS[name], len(devices)), model.batch(8 * len(devices))
         task = px.Task(init=model.init, loss=model.loss)
         for label, options in candidates.items():
             if only and label not in (*only, "none"):
@@ -101,16 +87,15 @@ def measure(machine: str, names: list[str], model: Transformer, only: list[str] 
             except (px.errors.ArgumentError, jax.errors.JaxRuntimeError) as error:
                 print(json.dumps({**line, "refused": str(error).splitlines()[0]}), flush=True)
                 continue
-            module = parse(program.hlo())
-            schedule = walk_schedule(module, program.mesh, target.machine, target.clock)
-            print(json.dumps({**line, **figures(program.compiled, schedule)}), flush=True)
+            compared = figures(program.compiled_step, program.mesh, target)
+            print(json.dumps({**line, **compared}), flush=True)
 
 
 def main() -> int:
     """Compile, and print a line for each machine, plan and set of options, in JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiler_options")
     parser.add_argument("machines", nargs="+")
-    parser.add_argument("--plans", nargs="+", default=list(plans(8)), choices=list(plans(8)))
+    parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
     parser.add_argument("--options", nargs="+", help="these sets alone, beside none")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=4)
