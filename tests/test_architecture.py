@@ -53,6 +53,7 @@ FLOORS = [
         "resample",
         "strategies",
         "plan",
+        "machine_fields",
         "machine",
         "state",
         "task",

@@ -23,45 +23,29 @@ do with one ring for each network card.
 import bisect
 import collections
 import dataclasses
-import functools
 import importlib.resources
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from plurax import errors
 from plurax.disk import replace_file
+from plurax.machine_fields import (
+    MACHINE_FIELDS,
+    WIDTHS,
+    Level,
+    check_devices,
+    check_fields,
+    check_groups,
+)
 from plurax.notebook import html_table
 from plurax.reading import parse_toml, read_text, refusing
 from plurax.toml_writer import write_toml
-from plurax.validate import changed_repr, whole_number
-
-
-@dataclasses.dataclass(frozen=True)
-class Level:
-    """One level of links between the devices of a machine.
-
-    **Fields:**
-
-    - `name`: what it joins: `node`, `cluster`.
-    - `devices`: the number of devices that one group of this level holds.
-    - `bandwidth`: bytes per second that each device sends while all of them send.
-    - `latency`: seconds from sending a message to its arrival, as bytes go to none.
-
-    Raises `MachineError` for a value that no link has.
-    """
-
-    name: str
-    devices: int
-    bandwidth: float
-    latency: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_fields(self, f"Level({self.name!r})", _LEVEL_FIELDS)
+from plurax.validate import changed_repr
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -113,7 +97,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         where = f"Machine({self.name!r})"
-        _check_fields(self, where, _MACHINE_FIELDS)
+        check_fields(self, where, MACHINE_FIELDS)
         counts = [count for count, _ in self.groups]
         if counts and sum(counts) != self.devices:
             raise errors.machine_groups_do_not_add_up(where, counts, self.devices)
@@ -193,7 +177,10 @@ class Machine:
         mesh_devices = self.devices if mesh_devices is None else mesh_devices
         needed = max(mesh_devices, (group_size - 1) * stride + 1)
         if needed > self.devices:
-            raise errors.machine_too_small(self.name, self.devices, needed)
+            raise errors.MachineError(
+                f"a collective over {needed} devices, and {self.name} has {self.devices}. Describe "
+                "a machine of more nodes: plurax.Machine.preset('8xA100-80GB', nodes=4)."
+            )
         seconds, waits, inside = 0.0, 0.0, 1  # members of a group inside the last level
         for level in self.levels:
             members = _fewest_members(level.devices, group_size, stride, mesh_devices)
@@ -236,7 +223,7 @@ class Machine:
         >>> machine.memory, machine.rates_of(range(8)).memory
         (32000000000, 80000000000)
         """
-        groups = _groups(f"Machine({name!r})", "groups", groups)
+        groups = check_groups(f"Machine({name!r})", "groups", groups)
         kinds = [kind for _, kind in groups]
         if not kinds:
             raise errors.machine_groups_do_not_add_up(f"Machine({name!r})", [0], 1)
@@ -271,8 +258,13 @@ class Machine:
         held = collections.Counter(bisect.bisect_right(ends, device) for device in devices)
         kinds = {index: self.groups[index][1] for index in sorted(held)}
         if len({*kinds.values()}) > 1:
-            counts = [(held[index], kind.name) for index, kind in kinds.items()]
-            raise errors.machine_devices_differ(self.name, counts)
+            counts = " and ".join(f"{held[index]} × {kind.name}" for index, kind in kinds.items())
+            raise errors.MachineError(
+                f"{self.name}: {counts} would share one stage, and `data` and `tensor` give every "
+                "device of a stage the same share of the work: all would wait for the slowest. Put "
+                "devices that differ into different stages, with `pipeline`, or plan for one kind "
+                "of them."
+            )
         return next(iter(kinds.values()))
 
     # --- Text, files and presets ------------------------------------------------------------------
@@ -345,12 +337,15 @@ class Machine:
                 return _build(cls, {**values, "levels": levels, "groups": ()})
             for key in values:
                 if key not in ("name", "levels", "groups"):
-                    raise errors.machine_key_in_groups(key)
+                    raise errors.MachineError(
+                        f"{key!r} is beside [[groups]]. Where devices differ, each group has its "
+                        f"own: write {key!r} into every [[groups]]."
+                    )
             if "name" not in values:
                 raise errors.machine_missing_key("Machine", "name")
             return cls.uneven(values["name"], groups, levels)
         except errors.MachineError as error:
-            raise errors.machine_in_a_file(source, error) from None
+            raise errors.MachineError(f"{source} does not describe a machine: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Write the machine to a TOML file."""
@@ -380,14 +375,22 @@ class Machine:
         found = re.fullmatch(r"(?:(\d+)x)?(.+)", name)
         kind, count = (found[2], int(found[1] or 1)) if found else (name, 1)
         if kind not in hardware:
-            raise errors.machine_preset_unknown(name, cls.presets())
-        _devices("nodes", nodes)
+            raise errors.MachineError(
+                f"there is no published machine {name!r}."
+                f"{errors.did_you_mean(name, cls.presets())} There are "
+                f"{', '.join(cls.presets())}, and fewer devices of each: 4xA100-80GB, A100-80GB. "
+                "plurax.Machine.load(path) reads a machine of your own."
+            )
+        check_devices("nodes", nodes)
         device = hardware[kind]
         in_node, network = device.pop("node"), device.pop("network")
         device.pop("compiler", None)
         largest = in_node[-1]["devices"]
         if not 1 <= count <= largest:
-            raise errors.machine_preset_too_large(name, kind, largest)
+            raise errors.MachineError(
+                f"{name!r}: a node holds 1 to {largest} {kind}; more come as nodes: "
+                f"plurax.Machine.preset('{largest}x{kind}', nodes=2)."
+            )
         levels = [Level(**one) for one in in_node if one["devices"] < count]
         if count > 1:
             last = in_node[len(levels)]
@@ -405,13 +408,6 @@ class Machine:
         True
         """
         return [f"{one['node'][-1]['devices']}x{kind}" for kind, one in published().items()]
-
-
-WIDTHS = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
-}  # fmt: skip
-"""The dtypes that a machine may have a rate for, and their bytes."""
 
 
 def _fewest_members(devices: int, group_size: int, stride: int, mesh_devices: int) -> int:
@@ -446,7 +442,10 @@ def _build(cls: type, values: dict[str, Any]) -> Any:
     known = [field.name for field in fields]
     for key in values:
         if key not in known:
-            raise errors.machine_unknown_key(cls.__name__, key, known)
+            raise errors.MachineError(
+                f"{key!r} is not a field of a {cls.__name__}.{errors.did_you_mean(key, known)} The "
+                f"fields are {', '.join(known)}."
+            )
     for field in fields:
         if field.default is dataclasses.MISSING and field.name not in values:
             raise errors.machine_missing_key(cls.__name__, field.name)
@@ -465,7 +464,11 @@ def _tables(values: dict[str, Any], key: str) -> list[dict[str, Any]]:
     """Return the tables of an array of tables, none if there is none. Raises `MachineError`."""
     tables = values.get(key, [])
     if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
-        raise errors.machine_not_tables(key, tables)
+        raise errors.MachineError(
+            f"{key}={tables!r}, and must be tables, one [[{key}]] for each. A level is:\n\n"
+            '    [[levels]]\n    name = "node"\n    devices = 8\n    bandwidth = 300e9\n'
+            "    latency = 3.4e-6"
+        )
     return tables
 
 
@@ -500,101 +503,3 @@ def _si(value: float, unit: str) -> str:
     power = min(5, max(-3, math.floor(math.log10(value) / 3)))
     prefix = ("n", "µ", "m", "", "k", "M", "G", "T", "P")[power + 3]
     return f"{value / 1000.0**power:.3g} {prefix}{unit}"
-
-
-# --- What each field may be -----------------------------------------------------------------------
-
-
-_Check = Callable[[str, str, Any], Any]
-
-
-def _check_fields(value: object, where: str, checks: Mapping[str, _Check]) -> None:
-    """Make each field of a frozen value what its check returns. Raises `MachineError`."""
-    for field, check in checks.items():
-        object.__setattr__(value, field, check(where, field, getattr(value, field)))
-
-
-def _devices(where: str, value: Any, least: int = 1) -> int:
-    """Return a number of devices of at least `least`. Raises `MachineError`."""
-    devices = whole_number(value, least)
-    if devices is None:
-        raise errors.machine_devices_not_whole(where, value, least)
-    return devices
-
-
-def _at_least_zero(where: str, field: str, value: Any, *, positive: bool = False) -> float:
-    """Return a finite number, above 0 if `positive`. Raises `MachineError`."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        number = float(value)
-        if number > 0 or (number == 0 and not positive):
-            return number
-    raise errors.machine_not_a_number(where, field, value, positive=positive)
-
-
-_positive = functools.partial(_at_least_zero, positive=True)
-
-
-def _efficiency(where: str, field: str, value: Any) -> float:
-    share = _positive(where, field, value)
-    if share > 1:
-        raise errors.machine_efficiency_above_one(where, share)
-    return share
-
-
-def _flops(where: str, field: str, value: Any) -> dict[str, float]:
-    """Return rates by dtype. Raises `MachineError`."""
-    if not isinstance(value, Mapping) or not value:
-        raise errors.machine_flops_not_rates(where, value)
-    for dtype in value:
-        if dtype not in WIDTHS:
-            raise errors.machine_unknown_dtype(where, dtype, WIDTHS)
-    return {dtype: _positive(where, f"{field}[{dtype!r}]", rate) for dtype, rate in value.items()}
-
-
-def _platform(where: str, field: str, value: Any) -> str:
-    if value not in ("cpu", "gpu", "tpu"):
-        raise errors.MachineError(
-            f"{where}: platform={value!r}, and must be 'cpu', 'gpu' or 'tpu', as JAX names what "
-            "compiles for it."
-        )
-    return str(value)
-
-
-def _levels(where: str, field: str, value: Any) -> tuple[Level, ...]:
-    """Return levels, each of whole groups of the one before it. Raises `MachineError`."""
-    levels = tuple(value)
-    if not all(isinstance(level, Level) for level in levels):
-        raise errors.machine_not_levels(where, levels)
-    for inner, outer in itertools.pairwise(levels):
-        if outer.devices % inner.devices or outer.devices == inner.devices:
-            raise errors.machine_levels_do_not_nest(
-                where, inner.name, inner.devices, outer.name, outer.devices
-            )
-    return levels
-
-
-def _groups(where: str, field: str, value: Any) -> tuple[tuple[int, Machine], ...]:
-    """Return groups of devices, each of one kind. Raises `MachineError`."""
-    groups = tuple((_devices(where, count), kind) for count, kind in value)
-    for _, kind in groups:
-        if kind.levels or kind.groups:
-            raise errors.machine_kind_not_one_device(where, kind.name, kind.devices)
-    return groups
-
-
-_LEVEL_FIELDS: Mapping[str, _Check] = {
-    "devices": lambda where, field, value: _devices(where, value, least=2),
-    "bandwidth": _positive,
-    "latency": _at_least_zero,
-}
-_MACHINE_FIELDS: Mapping[str, _Check] = {
-    "flops": _flops,
-    "memory": lambda where, field, value: int(_positive(where, field, value)),
-    **dict.fromkeys(("memory_bandwidth", "correction"), _positive),
-    "efficiency": _efficiency,
-    **dict.fromkeys(("overhead", "half_dim"), _at_least_zero),
-    "platform": _platform,
-    "levels": _levels,
-    "groups": _groups,
-}
-"""Of each field the check that returns its value, or raises `MachineError`."""

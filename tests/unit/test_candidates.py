@@ -10,7 +10,7 @@ import pytest
 from tests import models
 
 import plurax as px
-from plurax.machine import Level
+from plurax.machine_fields import Level
 from plurax.pipeline.schedule import SCHEDULES, live_activations, make_schedule
 from plurax.planner.candidates import REMATS, Model, candidates, model_of
 from plurax.planner.costs import REDUCTION, TimeCosts, held_bytes, pipeline_seconds

@@ -13,7 +13,7 @@ import plurax as px
 from plurax.analysis.comparison import Comparison, differences
 from plurax.analysis.estimate import human_seconds
 from plurax.execute.recorder import record_step
-from plurax.machine import Level
+from plurax.machine_fields import Level
 from plurax.pipeline import make_schedule, simulate
 from plurax.strategies import Strategies, Strategy
 from plurax.trace.clock import Seconds

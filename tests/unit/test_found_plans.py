@@ -11,7 +11,7 @@ from tests import models
 from tests.draws import draws
 
 import plurax as px
-from plurax.machine import Level
+from plurax.machine_fields import Level
 from plurax.planner.costs import BytesSent, TimeCosts
 from plurax.planner.fewest import minimal
 from plurax.planner.tensor_search import TensorSearch

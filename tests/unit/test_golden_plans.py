@@ -14,7 +14,7 @@ from tests.unit.test_search_exact import (
 )
 
 import plurax as px
-from plurax.machine import Level
+from plurax.machine_fields import Level
 from plurax.plan import Plan
 from plurax.planner import exact
 from plurax.planner.costs import TimeCosts

@@ -9,7 +9,8 @@ from plurax.analysis.compiled_schedule import walk_schedule
 from plurax.hlo.compiled_collectives import collectives
 from plurax.hlo.live_values import held_at_peak
 from plurax.hlo.text import parse
-from plurax.machine import Level, Machine
+from plurax.machine import Machine
+from plurax.machine_fields import Level
 
 MESH = ((4,), ("data",))
 LINK = Level("node", 4, 1e9)

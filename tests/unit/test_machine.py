@@ -13,7 +13,7 @@ import plurax as px
 from plurax import Machine
 from plurax.analysis import Level
 from plurax.errors import MachineError
-from plurax.machine import WIDTHS
+from plurax.machine_fields import WIDTHS
 
 NODE, CLUSTER = Level("node", 8, 300e9, 1e-6), Level("cluster", 32, 25e9, 10e-6)
 PLAIN = Machine("plain", {"float32": 1e12, "bfloat16": 4e12}, 10**9, 1e11, (NODE, CLUSTER))

@@ -19,7 +19,8 @@ from plurax.analysis.machine_model import (
     messages,
 )
 from plurax.collective import ring_bytes_sent
-from plurax.machine import Level, Machine
+from plurax.machine import Machine
+from plurax.machine_fields import Level
 
 WANTED = Machine(
     "8 × cpu", {"float32": 2e10, "bfloat16": 5e10}, 10**9, 3e9, (Level("node", 8, 5e8, 3e-5),),

@@ -13,7 +13,7 @@ from tests.pictures import legend, panels
 import plurax as px
 from plurax.analysis.estimate import estimate_trace, human_seconds
 from plurax.execute.recorder import record_step
-from plurax.machine import Level
+from plurax.machine_fields import Level
 from plurax.planner.candidates import CandidatePlan, Sizes
 from plurax.planner.costs import BytesSent, TimeCosts, state_ratios
 from plurax.planner.layer import layer_of

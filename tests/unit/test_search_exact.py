@@ -17,7 +17,8 @@ from tests.planning import memory_of
 import plurax as px
 from plurax.execute.gradient import gradient
 from plurax.execute.rows import abstract_rows
-from plurax.machine import Level, Machine
+from plurax.machine import Machine
+from plurax.machine_fields import Level
 from plurax.partition.pins import traced_as
 from plurax.plan import Plan
 from plurax.planner import exact, propagate, recursive

@@ -19,7 +19,8 @@ import optax
 import pytest
 
 import plurax as px
-from plurax.machine import Level, Machine
+from plurax.machine import Machine
+from plurax.machine_fields import Level
 from plurax.planner import exact
 from plurax.planner.costs import TimeCosts
 from plurax.planner.exact import Budget

@@ -17,7 +17,7 @@ from plurax.analysis.verify import Difference as Difference
 from plurax.analysis.verify import Verification as Verification
 from plurax.collective import Collective as Collective
 from plurax.hlo.memory import Memory as Memory
-from plurax.machine import Level as Level
+from plurax.machine_fields import Level as Level
 from plurax.report.layer_picture import draw_layer as draw_layer
 from plurax.report.page.render import write_report as write_report
 from plurax.report.search_picture import draw_estimates as draw_estimates

@@ -38,7 +38,8 @@ from plurax.analysis.machine_model import (
 )
 from plurax.collective import ring_bytes_sent
 from plurax.distributed.global_arrays import MEASURE_IN_ONE, check_alone
-from plurax.machine import Level, Machine
+from plurax.machine import Machine
+from plurax.machine_fields import Level
 from plurax.mesh import memory_budget, platform_of
 
 ROUNDS = 5
