@@ -13,7 +13,6 @@ from plurax.experiment import Experiment
 from plurax.guards.rollback import Rollback
 from plurax.members import Members
 from plurax.plan import Plan
-from plurax.planner.solvers import SolverName
 from plurax.resample import Everything, Resample, bootstrap, kfold
 from plurax.server.servers import Servers
 from plurax.train.fit import fit
@@ -185,9 +184,8 @@ class Show(Common):
     """Nodes of the preset."""
     memory: str | None = None
     """With --search, what a device may hold, such as 40GB; None: all its memory."""
-    solver: SolverName = "exact"
-    """With --search, how shardings over `tensor` are found: exact, proven best; recursive, the
-    largest operators first; propagate, from what is pinned outward."""
+    solver: Literal["exact"] = "exact"
+    """With --search, how shardings over `tensor` are found: exact, proven best."""
     seconds: float | None = None
     """With --search, in which it ends with what it has found; None: so that the command takes about
     ten, or as much longer as measuring this machine needs."""

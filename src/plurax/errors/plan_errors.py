@@ -112,13 +112,6 @@ def pin_of_nothing(path: str, paths: Sequence[str]) -> PlanError:
     )
 
 
-def pins_contradict(pinned: Sequence[str]) -> PlanError:
-    return PlanError(
-        f"no choice of strategies keeps what is pinned for {', '.join(pinned)}: a sum that is not "
-        "partial cannot become partial again. Leave one of them open."
-    )
-
-
 def search_splits_nothing(plan: str) -> PlanError:
     return PlanError(
         f"Plan({plan}): splitting tensors or operators over `tensor` costs more than it saves, so "

@@ -1,1 +1,1 @@
-"""Find a plan: the shard strategies of a step, their costs, and solvers."""
+"""Find a plan: the shard strategies of a step, their costs, and the solver."""

@@ -1,6 +1,6 @@
 """What a strategy costs, and what it costs to reshard a value: seconds, or bytes sent.
 
-All solvers minimise one number: the sum over the nodes of the cost of the chosen strategy, and over
+The solver minimises one number: the sum over the nodes of the cost of the chosen strategy, and over
 the values of the cost of each sharding that some reader needs and the producer does not give. Here
 is the only place that says what these are.
 
@@ -38,11 +38,11 @@ from plurax.trace.clock import collective_seconds, product_seconds
 
 
 class Costs(Protocol):
-    """What solvers minimise. A cost of infinity forbids."""
+    """What the solver minimises. A cost of infinity forbids."""
 
     @property
     def scale(self) -> float:
-        """The factor by which costs become numbers that suit a solver: microseconds."""
+        """The factor by which costs become numbers that suit the solver: microseconds."""
         ...
 
     def strategy(self, graph: Graph, node: Node, strategy: ShardStrategy) -> float:

@@ -79,8 +79,9 @@ def solve(
     if best.x is None:
         if best.status == 1:
             raise errors.PlanError(
-                f"the exact solver found no choice of strategies in {seconds:g} seconds. Give it "
-                "more, or choose solver='recursive', which proves nothing and needs a second."
+                f"the search found no shardings over `tensor` in {seconds:g} seconds. Leave it "
+                "less to choose: a smaller `tensor`, or rules for some parameters, as in "
+                "pinned=plurax.Plan(tensor=4, shardings=...)."
             )
         if budget is not None:
             raise errors.PlanError(
@@ -88,7 +89,10 @@ def solve(
                 f"activations within {budget.bytes:,.0f} bytes per device. More devices, a higher "
                 "ZeRO stage, rematerialization or more microbatches make them smaller."
             )
-        raise errors.pins_contradict(sorted(pinned or ()))
+        raise errors.PlanError(
+            f"no choice of strategies keeps what is pinned for {', '.join(sorted(pinned or ()))}: "
+            "a sum that is not partial cannot become partial again. Leave one of them open."
+        )
     bound = best.fun if best is relaxed else best.mip_dual_bound
     return problem.solution(
         program.choice(best.x),

@@ -1,7 +1,7 @@
 """From a solution of the graph to a plan: shardings by name, and few strategies of equations.
 
 The partitioner obeys the shardings of parameters and decides the rest by its own rules. Most of
-what a solver chose it chooses too, so a plan needs to say only where it would not.
+what the solver chose it chooses too, so a plan needs to say only where it would not.
 `fewest_strategies` finds these few: of the strategies for which a value is resharded it drops
 halves, quarters and so on, as in delta debugging, and keeps a part dropped if one device then sends
 and touches no more bytes, and computes no more. Each trial walks the equations with shapes alone.

@@ -1,4 +1,4 @@
-"""What every solver is given and what it returns: a graph with its costs in numbers, a solution.
+"""What the solver is given and what it returns: a graph with its costs in numbers, a solution.
 
 A choice gives each node one of its strategies, by index. Its cost is
 
@@ -6,7 +6,7 @@ A choice gives each node one of its strategies, by index. Its cost is
     + sum over values and over the shardings that its readers need, each counted once,
       of the cost of the reshard from the sharding in which it is produced
 
-so that two readers of one sharding share one copy. `Problem.cost` is this sum, for all solvers.
+so that two readers of one sharding share one copy. `Problem.cost` is this sum.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Solution:
       (`"14/3 dot_general"`, `"14/row0 row"`), as a plan says them: see `Node.pin`.
     - `cost`: in the unit of the costs: seconds, or bytes.
     - `bytes_sent`: by each device in one step, reductions over `data` not counted.
-    - `bound`: no choice that treats equal layers alike costs less. -inf if the solver proves none.
+    - `bound`: no choice that treats equal layers alike costs less.
     - `variables`, `solve_seconds`: of the solver.
     """
 
@@ -84,7 +84,6 @@ class Problem:
             [choice for choice, cost in enumerate(each) if cost < math.inf]
             for each in self.node_costs
         ]
-        self.pinned: set[int] = set()
         for path, inputs in (pinned or {}).items():
             self._pin(path, tuple(inputs))
         self.reshard = functools.cache(self._reshard)
@@ -120,7 +119,6 @@ class Problem:
                 f"{path!r} cannot be computed from the inputs pinned for it, {tuple(inputs)}. It "
                 f"can be from:{some}"
             )
-        self.pinned.add(index)
 
     def _reshard(self, tensor: Tensor, source: TensorSharding, target: TensorSharding) -> float:
         return self.costs.reshard(self.graph.axes, tensor, source, target)
@@ -166,9 +164,9 @@ class Problem:
         self,
         choice: Sequence[int],
         *,
-        bound: float = -math.inf,
-        variables: int = 0,
-        solve_seconds: float = 0.0,
+        bound: float,
+        variables: int,
+        solve_seconds: float,
     ) -> Solution:
         """Return the solution that a choice is."""
         pairs = list(zip(self.graph.nodes, choice, strict=True))

@@ -27,7 +27,7 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, Literal
 
 import optax
 from jaxtyping import PyTree
@@ -35,6 +35,7 @@ from jaxtyping import PyTree
 from plurax import errors, tree
 from plurax.analysis.estimate import Estimate, estimate
 from plurax.analysis.machine_timings import measure_machine
+from plurax.argument_check import text
 from plurax.execute.check import check_kinds
 from plurax.execute.coupling import may_pad
 from plurax.execute.placement import abstract_batch
@@ -51,11 +52,10 @@ from plurax.planner.candidates import (
 )
 from plurax.planner.costs import TimeCosts, state_ratios
 from plurax.planner.found import Found, Ranked
-from plurax.planner.solvers import SolverName
 from plurax.planner.tensor_search import TensorSearch
 from plurax.sharding.rules import Rules
 from plurax.task import Task
-from plurax.validate import bytes_of, changed_fields, check_choice, check_number, check_whole
+from plurax.validate import bytes_of, changed_fields, check_number, check_whole
 
 
 def search(
@@ -66,7 +66,7 @@ def search(
     *,
     pinned: Plan | Mapping[str, Any] | None = None,
     memory: float | str | None = None,
-    solver: SolverName = "exact",
+    solver: Literal["exact"] = "exact",
     count: int = 5,
     seconds: float = 9.0,
 ) -> Found:
@@ -83,8 +83,7 @@ def search(
     - `memory`: bytes that a device may use, such as `40e9` or `"40GB"`; by default all that the
       machine has.
     - `solver`: of the shardings over `tensor`. `exact` proves that there are none better under the
-      costs of the machine; `recursive` takes the largest operators first; `propagate` goes from
-      what is pinned outward.
+      costs of the machine.
     - `count`: of plans to rank.
     - `seconds`: in which the search ends with what it has found, once it has found a plan. It says
       how much faster a plan that was not estimated could be.
@@ -95,7 +94,12 @@ def search(
     fields = [] if pinned is None else _pinned_fields(pinned)
     pinned = Plan(**pinned) if isinstance(pinned, Mapping) else pinned or Plan()
     check_kinds(task, optimizer, pinned, None)
-    check_choice("plurax.search", "solver", solver, get_args(SolverName))
+    if solver != "exact":
+        raise errors.ArgumentError(
+            f"plurax.search(solver={text(solver)}): solver must be 'exact', or left out. Its "
+            "shardings are proven to be the best under the costs of the machine; 'recursive' and "
+            "'propagate', which were never better nor faster, are gone."
+        )
     count = check_whole("plurax.search", "count", count)
     check_number("plurax.search", "seconds", seconds, 0)
     if machine is None:
@@ -120,7 +124,7 @@ def search(
         )
     ratios = state_ratios(optimizer, model.like.params)
     shardings = TensorSearch(
-        task, like, lambda plan: TimeCosts(machine, plan, ratios), ratios, solver, machine, limit,
+        task, like, lambda plan: TimeCosts(machine, plan, ratios), ratios, machine, limit,
         model.activations,
     )  # fmt: skip
     run = _Search(task, optimizer, like, machine, model, limit, shardings)

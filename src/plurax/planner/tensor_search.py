@@ -29,6 +29,7 @@ from plurax.machine import Machine
 from plurax.partition.pins import check
 from plurax.pipeline.stages import even_layers
 from plurax.plan import Plan
+from plurax.planner import exact
 from plurax.planner.candidates import tied_bytes
 from plurax.planner.costs import (
     Costs,
@@ -48,7 +49,6 @@ from plurax.planner.lockstep import StagedModel, Stages, fastest_stages, ticks_o
 from plurax.planner.problem import Pins, Problem, Solution, Within
 from plurax.planner.profile import SolutionProfile, profile_of
 from plurax.planner.shard_strategies import ShardStrategy
-from plurax.planner.solvers import SOLVERS, SolverName
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import Strategy, axes_of
@@ -142,8 +142,8 @@ class TensorSearch:
     """Finds the shardings of candidates of one task.
 
     **Arguments:** `task`; `batch`, as `jax.ShapeDtypeStruct`s; `costs`, a function from a candidate
-    to what its solver minimises; `ratios`, for each parameter the bytes of its optimizer state by
-    its own; `solver`, its name; `machine`, if its devices differ: stages on faster ones get more
+    to what the solver minimises; `ratios`, for each parameter the bytes of its optimizer state by
+    its own; `machine`, if its devices differ: stages on faster ones get more
     layers; `memory`, the bytes that a device may use: where whole parameters would take more than
     half of them, all large ones are split; `activations`, the bytes of the whole batch that one
     stage sends to the next.
@@ -155,7 +155,6 @@ class TensorSearch:
         batch: PyTree,
         costs: Callable[[Plan], Costs],
         ratios: Mapping[str, float] | None = None,
-        solver: SolverName = "exact",
         machine: Machine | None = None,
         memory: float = math.inf,
         activations: int = 0,
@@ -163,7 +162,6 @@ class TensorSearch:
         self._machine, self._memory, self._activations = machine, memory, activations
         self._ratios = ratios or {}
         self._task, self._batch, self._costs = task, batch, costs
-        self._solve = SOLVERS[solver]
         self._batch_size = leading_dim(batch)
         self._depth = task.stack.depth if task.stack else 0
         self._found: dict[tuple[int, str, bool], list[Sharded]] = {}
@@ -216,7 +214,7 @@ class TensorSearch:
             (other,) = strategy.outputs
             if other == chosen:
                 continue
-            solution = self._solve(solved.graph, solved.costs, {**solved.pins, name: (other,)})
+            solution = exact.solve(solved.graph, solved.costs, {**solved.pins, name: (other,)})
             more = solution.cost - solved.solution.cost
             change = f"{'-' if more < 0 else '+'}{human_seconds(abs(more))}"
             lines.append(f"  {_text(other)}: {more / solved.solution.cost:+.1%}, {change}")
@@ -420,7 +418,7 @@ class TensorSearch:
                 raise
             pins = {**pins, **dict(map(_pin, plan.strategies.equations))}
         within = self._split(graph, pins) if key[-1] else None
-        solution = self._solve(graph, costs, pins, within=within)
+        solution = exact.solve(graph, costs, pins, within=within)
         strategies = strategies_of(graph, solution)
         shardings = dict(solution.parameters)
         walk = Walk(graph, rules.find)
