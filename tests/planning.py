@@ -1,5 +1,7 @@
-"""Run the partitioner without executing anything, while no primitive can be applied."""
+"""Run the partitioner without executing anything; costs of a search in bytes."""
 
+import dataclasses
+import math
 from unittest import mock
 
 import jax
@@ -8,7 +10,8 @@ from jax.extend.core import Primitive
 from plurax.partition.partitioner import partition
 from plurax.partition.values import is_sharded_value
 from plurax.plan import Plan
-from plurax.planner.costs import parameter_bytes
+from plurax.planner.costs import parameter_bytes, reshard_steps
+from plurax.planner.problem import Problem
 
 
 def plan_partition(fun, partitioner, args):
@@ -75,3 +78,53 @@ def memory_of(graph, plan=None, state_ratios=None):
                     value.tensor.shape, value.tensor.itemsize, sizes
                 )
     return memory
+
+
+@dataclasses.dataclass(frozen=True)
+class BytesSent:
+    """Costs in bytes that each device sends, for comparison with the collectives of a plan.
+
+    **Fields:** `split_products`, whether matrix products must be split as far as they can be.
+    Otherwise a step on replicated values sends nothing, and is the cheapest.
+
+    Among equal bytes, fewer operations and less memory traffic cost less.
+    """
+
+    split_products: bool = True
+
+    @property
+    def scale(self):
+        """A byte is sent in a nanosecond."""
+        return 1e-3
+
+    def strategy(self, graph, node, strategy):
+        """Return the bytes sent within an operation."""
+        if self.split_products and strategy.flops:
+            least = min(one.flops for one in node.strategies)
+            if strategy.flops > least:
+                return math.inf
+        extra = 1e-9 * strategy.flops + 1e-6 * strategy.traffic
+        return node.trips * (strategy.bytes_sent + extra)
+
+    def reshard(self, axes, tensor, source, target):
+        """Return the bytes sent to reshard a value."""
+        steps = reshard_steps(axes, tensor, source, target)
+        return math.inf if steps is None else sum(step.bytes_sent for step in steps)
+
+
+def bytes_sent(graph, solution):
+    """The bytes that a device sends in one step over the searched axes."""
+    problem, choice = Problem(graph, BytesSent()), solution.choice
+    within = zip(graph.nodes, choice, strict=True)
+    total = sum(node.trips * node.strategies[one].bytes_sent for node, one in within)
+    for value in graph.values:
+        source, copies = problem.needed(value, choice)
+        for target, trips in copies:
+            total += trips * problem.reshard(value.tensor, source, target)
+    return total
+
+
+def pins_of(graph, solution):
+    """The strategies of equations and of boundaries of loops, as pins of another search."""
+    pairs = zip(graph.nodes, solution.choice, strict=True)
+    return {f"{node.path} {node.kind}": node.pin(one) for node, one in pairs if node.decides}

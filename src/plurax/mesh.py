@@ -51,11 +51,6 @@ def platform_of(mesh: Mesh) -> str | None:
     return str(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else None
 
 
-def on_cpu(mesh: Mesh) -> bool:
-    """Return whether the devices of a mesh are CPUs; an abstract mesh has none."""
-    return platform_of(mesh) == "cpu"
-
-
 def on_accelerator(mesh: Mesh) -> bool:
     """Return whether the devices of a mesh are TPUs or GPUs; an abstract mesh has none."""
     return platform_of(mesh) not in (None, "cpu")

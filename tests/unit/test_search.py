@@ -9,13 +9,14 @@ import optax
 import pytest
 from tests import models
 from tests.pictures import legend, panels
+from tests.planning import BytesSent
 
 import plurax as px
 from plurax.analysis.estimate import estimate_trace, human_seconds
 from plurax.execute.recorder import record_step
 from plurax.machine_fields import Level
 from plurax.planner.candidates import CandidatePlan, Sizes
-from plurax.planner.costs import BytesSent, TimeCosts, state_ratios
+from plurax.planner.costs import TimeCosts, state_ratios
 from plurax.planner.layer import layer_of
 from plurax.planner.search import _CandidateQueue, _Computed, _Learned
 from plurax.planner.tensor_search import TensorSearch

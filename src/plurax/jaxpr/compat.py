@@ -1,4 +1,4 @@
-"""The names and parameters of JAX's primitives that plurax reads, and how versions of JAX differ.
+"""The names of JAX's primitives that plurax reads, and how versions of JAX differ.
 
 JAX renames primitives and their parameters between versions. Everything that reads an equation
 takes its names from here, and a test asserts on the installed JAX that they exist (`ONLY_OLDER`
@@ -80,47 +80,6 @@ ONLY_OLDER = frozenset(["closed_call"])
 
 ONLY_NEWER = frozenset(["log2", "one_minus_square"])
 """Primitives of JAX 0.12 that JAX 0.10 does not have."""
-
-PARAMETERS = {
-    "all_gather_invariant": ("all_gather_dimension", "axis_name", "tiled"),
-    "argmax": ("axes", "index_dtype"),
-    "bcoo_dot_general": ("dimension_numbers", "lhs_spinfo"),
-    "broadcast_in_dim": ("broadcast_dimensions",),
-    "concatenate": ("dimension",),
-    "cond": ("branches",),
-    "conv_general_dilated": ("batch_group_count", "dimension_numbers", "feature_group_count"),
-    "convert_element_type": ("new_dtype", "sharding"),
-    "cumsum": ("axis",),
-    "custom_jvp_call": ("call_jaxpr",),
-    "custom_linear_solve": ("const_lengths", "jaxprs"),
-    "custom_vjp_call": ("call_jaxpr",),
-    "dot_general": ("dimension_numbers", "out_sharding", "precision", "preferred_element_type"),
-    "dynamic_slice": ("slice_sizes",),
-    "fft": ("fft_lengths",),
-    "gather": ("dimension_numbers", "fill_value", "mode", "slice_sizes"),
-    "jit": ("jaxpr", "name"),
-    "pad": ("padding_config",),
-    "psum_invariant": ("axes",),
-    "pure_callback": ("result_avals",),
-    "ragged_dot_general": ("ragged_dot_dimension_numbers",),
-    "reduce_sum": ("axes",),
-    "reduce_window_max": ("window_dimensions",),
-    "remat2": ("differentiated", "jaxpr", "prevent_cse"),
-    "reshape": ("dimensions", "new_sizes"),
-    "rev": ("dimensions",),
-    "scan": ("jaxpr", "length", "reverse", "unroll"),
-    "scatter-add": ("dimension_numbers", "mode"),
-    "shard_map": ("in_specs", "jaxpr", "out_specs"),
-    "sharding_constraint": ("sharding",),
-    "slice": ("limit_indices", "start_indices", "strides"),
-    "sort": ("dimension", "num_keys"),
-    "split": ("axis", "sizes"),
-    "squeeze": ("dimensions",),
-    "tile": ("reps",),
-    "transpose": ("permutation",),
-    "while": ("body_jaxpr", "body_nconsts", "cond_jaxpr", "cond_nconsts"),
-}
-"""The parameters that plurax reads of a primitive."""
 
 
 def open_jaxpr(inner: Any) -> tuple[Any, list[Any]]:

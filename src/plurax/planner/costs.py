@@ -1,4 +1,4 @@
-"""What a strategy costs, and what it costs to reshard a value: seconds, or bytes sent.
+"""What a strategy costs, and what it costs to reshard a value, in seconds.
 
 The solver minimises one number: the sum over the nodes of the cost of the chosen strategy, and over
 the values of the cost of each sharding that some reader needs and the producer does not give. Here
@@ -19,7 +19,6 @@ is the only place that says what these are.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import jax
 import optax
@@ -37,25 +36,6 @@ from plurax.sharding.spec import TensorSharding
 from plurax.trace.clock import collective_seconds, product_seconds
 
 
-class Costs(Protocol):
-    """What the solver minimises. A cost of infinity forbids."""
-
-    @property
-    def scale(self) -> float:
-        """The factor by which costs become numbers that suit the solver: microseconds."""
-        ...
-
-    def strategy(self, graph: Graph, node: Node, strategy: ShardStrategy) -> float:
-        """Return the cost of a node's strategy in one step."""
-        ...
-
-    def reshard(
-        self, axes: Axes, tensor: Tensor, source: TensorSharding, target: TensorSharding
-    ) -> float:
-        """Return the cost of resharding a value once."""
-        ...
-
-
 def reshard_steps(
     axes: Axes, tensor: Tensor, source: TensorSharding, target: TensorSharding
 ) -> Sequence[ReshardStep] | None:
@@ -71,42 +51,8 @@ def reshard_steps(
 
 
 @dataclasses.dataclass(frozen=True)
-class BytesSent:
-    """Costs in bytes that each device sends, for comparison with the collectives of a plan.
-
-    **Fields:** `split_products`, whether matrix products must be split as far as they can be.
-    Otherwise a step on replicated values sends nothing, and is the cheapest.
-
-    Among equal bytes, fewer operations and less memory traffic cost less.
-    """
-
-    split_products: bool = True
-
-    @property
-    def scale(self) -> float:
-        """A byte is sent in a nanosecond."""
-        return 1e-3
-
-    def strategy(self, graph: Graph, node: Node, strategy: ShardStrategy) -> float:
-        """Return the bytes sent within an operation."""
-        if self.split_products and strategy.flops:
-            least = min(one.flops for one in node.strategies)
-            if strategy.flops > least:
-                return math.inf
-        extra = 1e-9 * strategy.flops + 1e-6 * strategy.traffic
-        return node.trips * (strategy.bytes_sent + extra)
-
-    def reshard(
-        self, axes: Axes, tensor: Tensor, source: TensorSharding, target: TensorSharding
-    ) -> float:
-        """Return the bytes sent to reshard a value."""
-        steps = reshard_steps(axes, tensor, source, target)
-        return math.inf if steps is None else sum(step.bytes_sent for step in steps)
-
-
-@dataclasses.dataclass(frozen=True)
 class TimeCosts:
-    """Costs in seconds on a machine.
+    """What the solver minimises: seconds on a machine. A cost of infinity forbids.
 
     **Fields:** `machine`; `plan`, of which `data`, `zero`, `microbatches` and `pipeline` count;
     `state_ratios`, for each parameter the bytes of its optimizer state by its own bytes.
@@ -118,7 +64,7 @@ class TimeCosts:
 
     @property
     def scale(self) -> float:
-        """Microseconds."""
+        """The factor by which costs become numbers that suit the solver: microseconds."""
         return 1e6
 
     def strategy(self, graph: Graph, node: Node, strategy: ShardStrategy) -> float:

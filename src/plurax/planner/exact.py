@@ -27,14 +27,13 @@ the local polytope of Markov random fields.
 import collections
 import dataclasses
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from plurax import errors
-from plurax.planner.costs import Costs
+from plurax.planner.costs import TimeCosts
 from plurax.planner.equal_layers import classes_of
 from plurax.planner.graph import Graph, GraphValue, Use
 from plurax.planner.problem import Pins, Problem, Solution, Within
@@ -53,7 +52,7 @@ class Budget:
 
 def solve(
     graph: Graph,
-    costs: Costs,
+    costs: TimeCosts,
     pinned: Pins | None = None,
     *,
     within: Within | None = None,
@@ -70,7 +69,6 @@ def solve(
     are over before any choice is found.
     """
     problem = Problem(graph, costs, pinned, within)
-    started = time.perf_counter()
     program = _IntegerProgram(problem, budget)
     relaxed = program.run(whole=False, seconds=seconds)
     best = relaxed
@@ -94,11 +92,11 @@ def solve(
             "a sum that is not partial cannot become partial again. Leave one of them open."
         )
     bound = best.fun if best is relaxed else best.mip_dual_bound
-    return problem.solution(
-        program.choice(best.x),
-        bound=bound / costs.scale,
-        variables=program.size,
-        solve_seconds=time.perf_counter() - started,
+    choice = program.choice(best.x)
+    pairs = zip(graph.nodes, choice, strict=True)
+    parameters = {node.path: node.pin(one)[0] for node, one in pairs if node.kind == "parameter"}
+    return Solution(
+        tuple(choice), parameters, problem.cost(choice), bound / costs.scale, program.size
     )
 
 

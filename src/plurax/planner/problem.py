@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from plurax import errors
-from plurax.planner.costs import BytesSent, Costs
+from plurax.planner.costs import TimeCosts
 from plurax.planner.graph import Graph, GraphValue
 from plurax.planner.shard_strategies import Tensor
 from plurax.sharding.spec import TensorSharding
@@ -39,27 +39,16 @@ class Solution:
 
     - `choice`: for each node the index of its strategy.
     - `parameters`: the sharding of each parameter, by name.
-    - `strategies`: of each equation and boundary of a loop, by path and operator
-      (`"14/3 dot_general"`, `"14/row0 row"`), as a plan says them: see `Node.pin`.
     - `cost`: in the unit of the costs: seconds, or bytes.
-    - `bytes_sent`: by each device in one step, reductions over `data` not counted.
     - `bound`: no choice that treats equal layers alike costs less.
-    - `variables`, `solve_seconds`: of the solver.
+    - `variables`: of the integer program.
     """
 
     choice: tuple[int, ...]
     parameters: Mapping[str, TensorSharding]
-    strategies: Pins
     cost: float
-    bytes_sent: float
-    bound: float = -math.inf
-    variables: int = 0
-    solve_seconds: float = 0.0
-
-    @property
-    def gap(self) -> float:
-        """How far above the bound the cost is, relative to the cost; infinity without a bound."""
-        return max(0.0, self.cost - self.bound) / self.cost if self.cost else 0.0
+    bound: float
+    variables: int
 
 
 class Problem:
@@ -74,7 +63,7 @@ class Problem:
     def __init__(
         self,
         graph: Graph,
-        costs: Costs,
+        costs: TimeCosts,
         pinned: Pins | None = None,
         within: Within | None = None,
     ) -> None:
@@ -87,7 +76,6 @@ class Problem:
         for path, inputs in (pinned or {}).items():
             self._pin(path, tuple(inputs))
         self.reshard = functools.cache(self._reshard)
-        self._sent = functools.cache(self._bytes)
 
     def _costs_of(self, index: int, within: Within | None) -> list[float]:
         """Return the costs of a node's strategies; infinity for those that are not `within`."""
@@ -123,9 +111,6 @@ class Problem:
     def _reshard(self, tensor: Tensor, source: TensorSharding, target: TensorSharding) -> float:
         return self.costs.reshard(self.graph.axes, tensor, source, target)
 
-    def _bytes(self, tensor: Tensor, source: TensorSharding, target: TensorSharding) -> float:
-        return BytesSent().reshard(self.graph.axes, tensor, source, target)
-
     # --- The cost of a choice ---------------------------------------------------------------------
 
     def needed(self, value: GraphValue, choice: Sequence[int]) -> tuple[TensorSharding, Copies]:
@@ -147,36 +132,3 @@ class Problem:
             for target, trips in copies:
                 total += trips * self.reshard(value.tensor, source, target)
         return total
-
-    def bytes_sent(self, choice: Sequence[int]) -> float:
-        """Return the bytes that each device sends in one step over the searched axes."""
-        total = sum(
-            node.trips * node.strategies[one].bytes_sent
-            for node, one in zip(self.graph.nodes, choice, strict=True)
-        )
-        for value in self.graph.values:
-            source, copies = self.needed(value, choice)
-            for target, trips in copies:
-                total += trips * self._sent(value.tensor, source, target)
-        return total
-
-    def solution(
-        self,
-        choice: Sequence[int],
-        *,
-        bound: float,
-        variables: int,
-        solve_seconds: float,
-    ) -> Solution:
-        """Return the solution that a choice is."""
-        pairs = list(zip(self.graph.nodes, choice, strict=True))
-        return Solution(
-            tuple(choice),
-            {node.path: node.pin(one)[0] for node, one in pairs if node.kind == "parameter"},
-            {f"{node.path} {node.kind}": node.pin(one) for node, one in pairs if node.decides},
-            self.cost(choice),
-            self.bytes_sent(choice),
-            bound,
-            variables,
-            solve_seconds,
-        )

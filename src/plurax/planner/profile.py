@@ -15,7 +15,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator
 
-from plurax.planner.costs import Costs
+from plurax.planner.costs import TimeCosts
 from plurax.planner.graph import Graph
 from plurax.planner.problem import Problem, Solution
 
@@ -67,7 +67,7 @@ class SolutionProfile:
 
 
 def profile_of(
-    graph: Graph, solution: Solution, costs: Costs, microbatches: int, depth: int
+    graph: Graph, solution: Solution, costs: TimeCosts, microbatches: int, depth: int
 ) -> SolutionProfile:
     """Return the profile of a solution.
 
@@ -125,7 +125,7 @@ def _parts(graph: Graph, microbatches: int, depth: int) -> list[str]:
 
 
 def _node_seconds(
-    graph: Graph, solution: Solution, costs: Costs
+    graph: Graph, solution: Solution, costs: TimeCosts
 ) -> Iterator[tuple[int, float, float]]:
     """Yield nodes, how often they run, and their seconds; reshards are of the node that reads."""
     problem = Problem(graph, costs)

@@ -94,12 +94,7 @@ def search(
     fields = [] if pinned is None else _pinned_fields(pinned)
     pinned = Plan(**pinned) if isinstance(pinned, Mapping) else pinned or Plan()
     check_kinds(task, optimizer, pinned, None)
-    if solver != "exact":
-        raise errors.ArgumentError(
-            f"plurax.search(solver={text(solver)}): solver must be 'exact', or left out. Its "
-            "shardings are proven to be the best under the costs of the machine; 'recursive' and "
-            "'propagate', which were never better nor faster, are gone."
-        )
+    _check_solver(solver)
     count = check_whole("plurax.search", "count", count)
     check_number("plurax.search", "seconds", seconds, 0)
     if machine is None:
@@ -143,6 +138,15 @@ def search(
         seconds=time.perf_counter() - started,
         shardings=shardings,
     )
+
+
+def _check_solver(solver: object) -> None:
+    if solver != "exact":
+        raise errors.ArgumentError(
+            f"plurax.search(solver={text(solver)}): solver must be 'exact', or left out. Its "
+            "shardings are proven to be the best under the costs of the machine; 'recursive' and "
+            "'propagate', which were never better nor faster, are gone."
+        )
 
 
 def _nothing_fits(memory: float, refused: Sequence[Ranked]) -> errors.PlanError:

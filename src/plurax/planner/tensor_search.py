@@ -32,7 +32,7 @@ from plurax.plan import Plan
 from plurax.planner import exact
 from plurax.planner.candidates import tied_bytes
 from plurax.planner.costs import (
-    Costs,
+    TimeCosts,
     held_bytes,
     parameter_bytes,
     pipeline_seconds,
@@ -71,7 +71,7 @@ class Sharded:
     strategies: list[Strategy]
     graph: Graph
     solution: Solution
-    costs: Costs
+    costs: TimeCosts
     pins: Pins
     walk: Walk
     depth: int
@@ -121,7 +121,7 @@ class Sharded:
                     paths.add(nodes[use.node].path)
         return paths
 
-    def parameter_seconds(self, costs: Costs) -> float:
+    def parameter_seconds(self, costs: TimeCosts) -> float:
         """Return the seconds of the parameters' gradients over `data` and of their update."""
         return sum(
             costs.strategy(self.graph, node, one)
@@ -153,7 +153,7 @@ class TensorSearch:
         self,
         task: Task,
         batch: PyTree,
-        costs: Callable[[Plan], Costs],
+        costs: Callable[[Plan], TimeCosts],
         ratios: Mapping[str, float] | None = None,
         machine: Machine | None = None,
         memory: float = math.inf,

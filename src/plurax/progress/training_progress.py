@@ -73,11 +73,14 @@ class TrainingProgress(abc.ABC):
         if not self._steps or self._started is None or not self._first < step < self._steps:
             return ""
         per_step = (time.monotonic() - self._started) / (step - self._first)
-        seconds = round(per_step * (self._steps - step))
-        minutes, seconds = divmod(seconds, 60)
-        hours, minutes = divmod(minutes, 60)
-        clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-        return f"  {clock} left"
+        return f"  {clock_text(per_step * (self._steps - step))} left"
+
+
+def clock_text(seconds: float) -> str:
+    """Return a time as a clock shows it, `1:15` or `1:01:15`."""
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
 
 
 def shown_values(row: Mapping[str, Any]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from plurax.analysis.compiled_figures import figures_text
 from plurax.checkpoint import Checkpoints
 from plurax.checkpoint.lock import LOCK, writer_of
 from plurax.loop.log_rows import Row
+from plurax.progress.training_progress import clock_text
 from plurax.report.page.run_data import LogTail, read_settings, run_folders
 from plurax.report.run_series import ENDS, WIDE, RunSeries, details, is_number, metrics_of
 from plurax.run_folder.log import LOG_FILE
@@ -120,7 +121,7 @@ class WatchedRun:
         if not self.series.step:
             return "running, before its first step"
         silent = self._now() - self._heard
-        return "running" if silent < SILENT else f"running, silent for {_clock(silent)}"
+        return "running" if silent < SILENT else f"running, silent for {clock_text(silent)}"
 
     # --- The frame ------------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class WatchedRun:
             parts.append(f"{last['examples_per_second']:,.0f} examples/s")
         left = self._seconds_left()
         if left is not None:
-            parts.append(f"{_clock(left)} left")
+            parts.append(f"{clock_text(left)} left")
         return text.append("  " + " · ".join(parts))
 
     def _compiled(self) -> str:
@@ -254,9 +255,3 @@ def _number(value: Any) -> str:
     if not is_number(value):
         return "–"
     return f"{value:.4g}" if math.isfinite(value) else str(value)
-
-
-def _clock(seconds: float) -> str:
-    minutes, left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
