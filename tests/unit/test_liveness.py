@@ -16,8 +16,8 @@ import plurax as px
 from plurax.execute.recorder import record_step
 from plurax.trace.compilers import COMPILERS, rules_of
 from plurax.trace.flatten import Flattener
-from plurax.trace.kernel_order import breadth_first, depth_first
-from plurax.trace.kernels import kernels
+from plurax.trace.kernel_order import breadth_first, depth_first, gradients_late, list_order
+from plurax.trace.kernels import before_products, kernels
 from plurax.trace.liveness import Buffer, pack, peak_bytes, temporaries
 from plurax.trace.product_operands import only_multiplied
 from plurax.trace.step_trace import Value
@@ -273,6 +273,128 @@ def test_a_gpu_computes_a_result_when_it_is_wanted():
     assert names == branch("cos") + branch("tanh")
     # Two products are in memory at once, not one of each branch.
     assert round(temporaries(block, [], rules_of("gpu")) / MATRIX, 2) == 2
+
+
+def test_a_gpu_adds_to_a_product_before_it_is_written():
+    """What a loop carries is added to in place, and a bias that is a parameter is added too."""
+
+    def turns(x, w):
+        return jax.lax.scan(lambda total, _: (total + x @ w, None), jnp.zeros((K, K)), length=3)[0]
+
+    block = flat(turns, x, y)
+    held = [temporaries(block, [], rules_of(name)) for name in ("cpu", "gpu")]
+    assert [round(one / MATRIX) for one in held] == [2, 1]
+
+    bias = jax.ShapeDtypeStruct((K,), jnp.float32)
+
+    def dense(x, w, bias):
+        h = x @ w + bias[None]
+        return jnp.tanh(h), jnp.sin(h)
+
+    def residual(x, w, bias):
+        h = x @ w + jnp.exp(x @ bias)[None]
+        return jnp.tanh(h), jnp.sin(h)
+
+    assert roots(dense, x, y, bias) == ["add", "tanh", "sin"]
+    assert "dot_general" in roots(residual, x, y, bias)  # what it adds was computed here
+
+
+def roots(fun, *args):
+    """The last operations of the kernels on a GPU."""
+    return [kernel.root.name for kernel in kernels(flat(fun, *args), rules=rules_of("gpu"))]
+
+
+def test_nothing_is_computed_in_the_kernel_of_a_product_but_its_epilogue():
+    def fun(x, w, bias):
+        return jnp.tanh(x) @ w + bias[None]
+
+    assert roots(fun, x, y, jax.ShapeDtypeStruct((K,), jnp.float32)) == ["tanh", "add"]
+
+
+def test_a_gpu_counts_what_a_chain_reads():
+    """x + x³ reads one array: it is computed in each of three kernels. x + y³ reads two."""
+
+    def fun(x, y):
+        h = x + 0.1 * y**3
+        return [jnp.sum(h * k, axis=k % 2) for k in range(3)]
+
+    assert roots(lambda x: fun(x, x), x) == ["reduce_sum"] * 3
+    assert roots(fun, x, y) == ["add"] + ["reduce_sum"] * 3
+
+
+def test_a_reduction_on_a_gpu_reads_a_part_of_an_array():
+    """A whole bucket of gathered parameters is held as long as a part of it is read."""
+    fun = lambda x: (jnp.sum(x[: K // 2]), jnp.max(x[: K // 2]))  # noqa: E731
+    assert roots(fun, x) == ["reduce_sum", "reduce_max"]
+    assert "slice" in [kernel.root.name for kernel in kernels(flat(fun, x))]
+
+
+def test_a_gpu_runs_first_what_frees_the_most():
+    """The largest entry of a product frees it; of two products the narrow one comes first."""
+
+    def fun(x, w, narrow):
+        return jnp.max(x @ w), jnp.max(w @ narrow)
+
+    block = flat(fun, x, y, jax.ShapeDtypeStruct((K, 8), jnp.float32))
+    found = kernels(block, rules=rules_of("gpu"))
+    shapes = lambda order: [kernel.outputs[0].shape for kernel in order]  # noqa: E731
+    assert shapes(breadth_first(found, block)) == [(K, K), (K, 8), (), ()]
+    order = list_order(found, block, lambda value: value.bytes)
+    assert shapes(order) == [(K, 8), (), (K, K), ()]
+
+
+def ordered_on_a_gpu(**plan):
+    """The kernels of a perceptron's step, in the order that needs the least memory."""
+    task, batch, shardings = perceptron()
+    if plan.get("tensor", 1) > 1:
+        plan["shardings"] = shardings
+    block = record_step(task, optax.adam(1e-3), px.Plan(**plan), batch).block
+    return list_order(kernels(block, rules=rules_of("gpu")), block, lambda value: value.bytes)
+
+
+def test_gradients_wait_for_the_sums_of_the_backward_pass_on_gpus():
+    order = ordered_on_a_gpu(data=2, tensor=2)
+    before = before_products(order)
+
+    def first_gradient_and_last_sum(order):
+        final = [before.isdisjoint(kernel.outputs) for kernel in order]
+        gradient = next(
+            at for at, one in enumerate(order) if final[at] and one.has_any(["dot_general"])
+        )
+        sums = [at for at, one in enumerate(order) if one.root.name == "psum" and not final[at]]
+        return gradient, max(sums)
+
+    gradient, last = first_gradient_and_last_sum(order)
+    assert gradient < last
+    gradient, last = first_gradient_and_last_sum(gradients_late(order))
+    assert gradient > last
+    order = ordered_on_a_gpu(data=4)  # no sum but those of gradients
+    assert gradients_late(order) == order
+
+
+def test_gradients_wait_for_gathers_on_gpus():
+    order = ordered_on_a_gpu(data=4, zero=3)
+    late = gradients_late(order)
+    assert late != order
+    assert set(late) == set(order)
+    made = set()
+    for kernel in late:
+        computed = {value for one in order for value in one.outputs}
+        assert made >= computed.intersection(kernel.reads)
+        made.update(kernel.outputs)
+
+
+def test_sums_of_gradients_are_not_combined_with_those_of_the_backward_pass_on_gpus():
+    def fun(x, w):
+        partial = jax.lax.psum(x @ w, "data")
+        return jnp.sum(partial @ w), jax.lax.psum(w * 2, "data")
+
+    closed = jax.make_jaxpr(fun, axis_env=[("data", 4)])(x, y)
+    block = Flattener({"data": 4}).block(closed.jaxpr, [Value(v.aval) for v in closed.jaxpr.invars])
+    sums = lambda name: [  # noqa: E731
+        kernel for kernel in kernels(block, rules=rules_of(name)) if "psum" in kernel.root.name
+    ]
+    assert (len(sums("cpu")), len(sums("gpu"))) == (1, 2)
 
 
 def test_tiles_of_a_tpu():

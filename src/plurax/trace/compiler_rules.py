@@ -13,7 +13,7 @@ from typing import Literal
 from plurax.jaxpr.compat import REDUCTIONS
 from plurax.trace.step_trace import Value
 
-Order = Literal["breadth first", "depth first"]
+Order = Literal["breadth first", "depth first", "least memory"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,10 @@ class CompilerRules:
       reads too. Where a softmax is one kernel it reads its operand twice, and may not.
     - `hoists_masks`: whether a broadcast of a mask, the same in every iteration, is written to
       memory once before a loop.
+    - `fuses_chains`: whether elementwise operations that have one reader are fused before it is
+      decided what that reads.
+    - `fuses_epilogues`: whether a matrix product computes the elementwise operations after it.
+    - `overlaps`: whether collectives run beside other work, for which gradients wait.
     - `order`: of kernels.
     - `size`: the bytes of an array in memory; the flag says that nothing but products reads it.
     - `margin`: the share of the planned peak by which a compiled one may be larger.
@@ -44,6 +48,9 @@ class CompilerRules:
     is_copied: Callable[[int, int], bool]
     overwrites_reduced: bool
     hoists_masks: bool
+    fuses_chains: bool
+    fuses_epilogues: bool
+    overlaps: bool
     order: Order
     size: Callable[[Value, bool], int]
     margin: float

@@ -8,14 +8,23 @@ from waits for them. Example, `a = f(x)`, `b = g(x)`, `c = sum(a)`, `d = sum(b)`
     breadth first    a b c d      a and b are in memory at once
     depth first      a c b d
 
-Sources: XLA's `DFSMemoryScheduler` (`hlo_memory_scheduler.cc`), and compiled programs.
+It takes that order only if no other needs less memory. As a rule that of `list_order` does: of the
+kernels whose operands are there, the one runs first that frees the most bytes, and so gradients of
+weights run as soon as they can.
+
+Then a compiler that runs collectives beside other work moves gradients to where a collective has to
+be hidden (`gradients_late`).
+
+Sources: XLA's `ListScheduler` and `DFSMemoryScheduler` (`hlo_memory_scheduler.cc`), its
+`latency_hiding_scheduler.cc`, and compiled programs.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
-from plurax.trace.kernels import Kernel
-from plurax.trace.step_trace import Block, Value
+from plurax.trace.kernels import Kernel, before_products
+from plurax.trace.product_operands import PRODUCTS
+from plurax.trace.step_trace import COLLECTIVES, Block, Value
 
 Size = Callable[[Value], int]
 
@@ -64,6 +73,75 @@ def depth_first(kernels: Sequence[Kernel], size: Size) -> list[Kernel]:
         else:
             order.setdefault(stack.pop())
     return list(order)
+
+
+def list_order(kernels: Sequence[Kernel], block: Block, size: Size) -> list[Kernel]:
+    """Return kernels so that each step frees the most bytes.
+
+    Of two that free as many, the one with more readers comes first, then the one that was ready
+    last. What comes from outside the block is not freed.
+    """
+    makers, users = _edges(kernels)
+    own = {value for kernel in kernels for value in kernel.outputs}
+    reads = Counter(value for kernel in kernels for value in kernel.reads if value in own)
+    reads.update(value for value in block.outputs if value is not None)
+    waits = {kernel: len(makers[kernel]) for kernel in kernels}
+    written = {
+        kernel: 0 if kernel.root.name == "stack" else sum(map(size, kernel.outputs))
+        for kernel in kernels
+    }
+
+    def freed(kernel: Kernel) -> int:
+        last = (size(value) for value in kernel.reads if reads[value] == 1)
+        return sum(last) - written[kernel]
+
+    ready = [kernel for kernel in kernels if not waits[kernel]]
+    order = []
+    while ready:
+        place = max(range(len(ready)), key=lambda at: (freed(ready[at]), len(users[ready[at]]), at))
+        kernel = ready.pop(place)
+        order.append(kernel)
+        reads.subtract(value for value in kernel.reads if value in own)
+        for user in users[kernel]:
+            waits[user] -= 1
+            if not waits[user]:
+                ready.append(user)
+    return order
+
+
+def gradients_late(order: Sequence[Kernel]) -> list[Kernel]:
+    """Return kernels as a compiler orders them that hides collectives behind other work.
+
+    What no product reads, gradients of weights above all, waits: behind the whole backward pass
+    where that waits for sums over devices itself, or computes convolutions, each of which counts
+    for a fifth of a collective; else behind the next gathers. Nothing waits in a block whose only
+    collectives are those of gradients.
+    """
+    before = before_products(order)
+    final = {kernel for kernel in order if before.isdisjoint(kernel.outputs)}
+    waited = {kernel.root.name for kernel in order if kernel not in final}
+    waited.intersection_update(COLLECTIVES)
+    if waited - {"all_gather"} or any(one.has_any(["conv_general_dilated"]) for one in order):
+        return sorted(order, key=lambda kernel: kernel in final)
+    late: list[Kernel] = []
+    waiting: deque[tuple[int, Kernel]] = deque()
+    behind: set[Value] = set()
+    gathers = 0
+    for kernel in order:
+        follows = not behind.isdisjoint(kernel.reads)
+        if waited and kernel in final and (follows or kernel.has_any(PRODUCTS)):
+            waiting.append((gathers + GATHERS, kernel))
+            behind.update(kernel.outputs)
+            continue
+        late.append(kernel)
+        gathers += kernel.root.name == "all_gather"
+        while waiting and waiting[0][0] <= gathers:
+            late.append(waiting.popleft()[1])
+    return late + [kernel for _, kernel in waiting]
+
+
+GATHERS = 8
+"""The gathers that a gradient of a weight waits for: as many as in compiled programs, at most."""
 
 
 def _edges(

@@ -16,12 +16,14 @@ Example, a dense layer forward and backward; kernels in brackets:
     [h = dot x w]   [a = tanh(h + b)]   [g = da * (1 - a²)]   [dw = dot x g]
 """
 
-from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
 from plurax.trace import xla_cpu
 from plurax.trace.compiler_rules import CompilerRules
+from plurax.trace.product_epilogues import epilogues_of
+from plurax.trace.product_operands import PRODUCTS
 from plurax.trace.step_trace import Block, Op, Value
 
 SAME, OTHER, REUSED = 0, 1, 2
@@ -52,6 +54,11 @@ class Kernel:
     def outputs(self) -> list[Value]:
         """What the kernel writes."""
         return self.root.outputs
+
+    def has_any(self, names: Container[str]) -> bool:
+        """Whether an operation of one of these names is in the kernel, or in a loop that it is."""
+        inner = (op for root in self.ops for block in root.blocks for op in block.all_ops())
+        return any(op.name in names for op in (*self.ops, *inner))
 
     def _read(self, op: Op, how: int) -> None:
         for index, value in enumerate(op.inputs):
@@ -99,15 +106,22 @@ def kernels(
     written: list[Kernel] = []
     updated = {op.inputs[0] for op in block.ops if op.name == "dynamic_update_slice" and op.inputs}
     spread = {op.outputs[0] for op in block.ops if op.name in ("broadcast_in_dim", "iota")}
+    sources = _sources(block) if rules.fuses_chains else {}
+    ends, epilogues = epilogues_of(block) if rules.fuses_epilogues else ({}, set[Op]())
     for op in reversed(block.ops):
-        kept = any(value in needed for value in op.outputs)
+        kept = any(value in needed for value in op.outputs) or op in ends.values()
         if op.name == "stack":
             kept = stacks is None or op.outputs[0] in stacks
         if not kept and not any(readers.get(value) for value in op.outputs):
             continue
         # What reads a part of a buffer, and writes it elsewhere, comes before the update.
         apart = op.name == "dynamic_slice" and op.inputs[:1] and op.inputs[0] in updated
-        into = None if kept or apart else _into(op, readers, spread, rules)
+        if op in ends:
+            into: list[Kernel] | None = readers[op.outputs[0]]
+        elif kept or apart or _is_closed(op, readers, epilogues):
+            into = None
+        else:
+            into = _into(op, readers, lambda op: _arrays_read(op, spread, sources), rules)
         if into is None:
             read = {value for value in op.outputs if value in needed or readers.get(value)}
             kernel = Kernel(op, rules, [kernels(inner, read, rules) for inner in op.blocks])
@@ -124,7 +138,7 @@ def kernels(
             for value in op.inputs:
                 if value in kernel.reads and kernel not in readers[value]:
                     readers[value].append(kernel)
-    return _combined(written[::-1])
+    return _combined(written[::-1], rules)
 
 
 def _twins(
@@ -146,15 +160,38 @@ def _twins(
     return twins
 
 
-def _combined(separate: list[Kernel]) -> list[Kernel]:
-    """Combine all-reduces over the same axes that do not depend on each other, as XLA does."""
+def _is_closed(op: Op, readers: Mapping[Value, list[Kernel]], epilogues: Container[Op]) -> bool:
+    """Whether an operation is read by a product's kernel, which computes none but its epilogue."""
+    if op in epilogues or op.name == "broadcast_in_dim":
+        return False
+    return any(kernel.root in epilogues for value in op.outputs for kernel in readers[value])
+
+
+def before_products(kernels: Sequence[Kernel]) -> set[Value]:
+    """Return the values of which a product is computed, by way of other kernels too."""
+    before: set[Value] = set()
+    for kernel in reversed(kernels):
+        if not before.isdisjoint(kernel.outputs) or kernel.has_any(PRODUCTS):
+            before.update(kernel.reads)
+    return before
+
+
+def _combined(separate: list[Kernel], rules: CompilerRules) -> list[Kernel]:
+    """Combine all-reduces over the same axes that do not depend on each other, as XLA does.
+
+    Where collectives run beside other work, those of gradients are apart from those that the
+    backward pass waits for.
+    """
+    before = before_products(separate) if rules.overlaps else set[Value]()
     above: dict[Value, frozenset[Op]] = {}
     groups: dict[str, list[list[Kernel]]] = defaultdict(list)
     for kernel in separate:
         root = kernel.root
         depends = frozenset().union(*(above.get(value, ()) for value in kernel.reads))
         if root.name in ("psum", "psum_invariant"):
-            same = groups[f"{root.params.get('axes')} {root.params.get('axis_index_groups')}"]
+            waited = not before.isdisjoint(root.outputs)
+            axes = root.params.get("axes"), root.params.get("axis_index_groups")
+            same = groups[f"{waited} {axes}"]
             group = next((g for g in same if not any(k.root in depends for k in g)), None)
             if group is None:
                 same.append([kernel])
@@ -179,7 +216,10 @@ def _combined(separate: list[Kernel]) -> list[Kernel]:
 
 
 def _into(
-    op: Op, readers: dict[Value, list[Kernel]], spread: Container[Value], rules: CompilerRules
+    op: Op,
+    readers: dict[Value, list[Kernel]],
+    arrays_read: Callable[[Op], int],
+    rules: CompilerRules,
 ) -> list[Kernel] | None:
     """Return the kernels that compute `op` themselves, or None if it is a kernel of its own."""
     if op.name not in rules.fusible:
@@ -195,11 +235,31 @@ def _into(
         return None if expensive and into[0].reads[value] == REUSED else into
     if len({kernel.twin or kernel for kernel in into}) == 1:
         return None if expensive else into
-    copied = not expensive and rules.is_copied(_arrays_read(op, spread), len(into))
+    copied = not expensive and rules.is_copied(arrays_read(op), len(into))
     return into if copied else None
 
 
-def _arrays_read(op: Op, spread: Container[Value]) -> int:
-    """Return how many operands are arrays as large as the result, broadcasts left out."""
+def _arrays_read(
+    op: Op, spread: Container[Value], sources: Mapping[Value, frozenset[Value]]
+) -> int:
+    """Return how many operands are arrays as large as the result, broadcasts left out.
+
+    What is computed for this operation alone counts by its `sources`: `x + x³` reads one array.
+    """
     size = 0 if op.name == "concatenate" else op.outputs[0].size
-    return sum(value.size >= size and value not in spread for value in op.inputs)
+    if not sources:
+        return sum(value.size >= size and value not in spread for value in op.inputs)
+    read = frozenset[Value]().union(*(sources.get(value, {value}) for value in op.inputs))
+    return sum(value.size >= size and value not in spread for value in read)
+
+
+def _sources(block: Block) -> dict[Value, frozenset[Value]]:
+    """Return for each elementwise result with one reader the values that it is computed from."""
+    readers = Counter(value for op in block.ops for value in op.inputs)
+    readers.update(value for value in block.outputs if value is not None)
+    sources: dict[Value, frozenset[Value]] = {}
+    for op in block.ops:
+        if op.name in ELEMENTWISE and readers[op.outputs[0]] == 1:
+            read = (sources.get(value, {value}) for value in op.inputs)
+            sources[op.outputs[0]] = frozenset[Value]().union(*read)
+    return sources

@@ -31,7 +31,7 @@ from plurax.jaxpr.compat import REDUCTIONS
 from plurax.trace import xla_cpu
 from plurax.trace.compiler_rules import CompilerRules
 from plurax.trace.compilers import rules_of
-from plurax.trace.kernel_order import breadth_first, depth_first
+from plurax.trace.kernel_order import breadth_first, depth_first, gradients_late, list_order
 from plurax.trace.kernels import SAME, Kernel, kernels
 from plurax.trace.product_operands import only_multiplied
 from plurax.trace.step_trace import Block, Op, StepTrace, Value
@@ -135,10 +135,13 @@ class Lifetimes:
             if last.get(value) == len(order):
                 self._use(value)
 
-    def _ordered(self, found: Sequence[Kernel], block: Block) -> list[Kernel]:
+    def _ordered(self, unordered: Sequence[Kernel], block: Block) -> list[Kernel]:
         if self._rules.order == "breadth first":
-            return breadth_first(found, block)
-        return depth_first(breadth_first(found, block), self._size)
+            return breadth_first(unordered, block)
+        if self._rules.order == "depth first":
+            return depth_first(breadth_first(unordered, block), self._size)
+        order = list_order(unordered, block, self._size)
+        return gradients_late(order) if self._rules.overlaps else order
 
     def _allocate(self, value: Value, kernel: Kernel, free: list[Value]) -> None:
         """Give a result the memory of an operand that is not read again, or memory of its own."""

@@ -6,7 +6,17 @@ each of them where that moves fewer bytes,
 
     r · n  <  r + 1 + n        read r, write 1, and read it n times
 
-so a `tanh` of one array is never kept, and a sum of two is where three kernels read it.
+so a `tanh` of one array is never kept, and a sum of two is where three kernels read it. What was
+computed for that operation alone is fused first: `x + x³` reads one array.
+
+- A product computes the elementwise operations after it (`plurax.trace.product_epilogues`), and
+  nothing of what it multiplies.
+- A reduction reads a part of an array where it is: a bucket of gathered parameters is held as long
+  as a bias is read from it, and not copied out.
+- Of three orders of all kernels the one is taken that needs the least memory; then gradients of
+  weights are moved to where they hide a collective (`plurax.trace.kernel_order`).
+
+Kernels of a real GPU are tuned by measurement, where another one may be chosen for a product.
 
 Sources: XLA's `priority_fusion.cc`, and programs compiled for H100
 (`benchmarks/absent_memory.py`).
@@ -18,11 +28,15 @@ from plurax.trace import xla_cpu
 
 RULES = dataclasses.replace(
     xla_cpu.RULES,
+    moves=frozenset(),
     expensive=frozenset(),
     is_copied=lambda arrays, readers: arrays * readers < arrays + 1 + readers,
     overwrites_reduced=False,
     hoists_masks=True,
-    order="depth first",
+    fuses_chains=True,
+    fuses_epilogues=True,
+    overlaps=True,
+    order="least memory",
     margin=0.12,
 )
 """Memory on GPUs."""

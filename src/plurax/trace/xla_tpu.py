@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from plurax.trace import xla_gpu
+from plurax.trace import xla_cpu, xla_gpu
 from plurax.trace.step_trace import Value
 
 ROWS, COLUMNS = 8, 128
@@ -60,5 +60,15 @@ def _bytes(value: Value, multiplied: bool) -> int:
     return value.bytes
 
 
-RULES = dataclasses.replace(xla_gpu.RULES, hoists_masks=False, size=_bytes, margin=0.23)
+RULES = dataclasses.replace(
+    xla_gpu.RULES,
+    moves=xla_cpu.MOVES,
+    hoists_masks=False,
+    fuses_chains=False,
+    fuses_epilogues=False,
+    overlaps=False,
+    order="depth first",
+    size=_bytes,
+    margin=0.23,
+)
 """Memory on TPUs."""
