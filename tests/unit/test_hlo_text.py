@@ -84,6 +84,18 @@ def test_how_often_a_loop_runs(written, mesh):
     assert (found.bytes, found.in_loop, found.trips) == (1024, True, trips)
 
 
+@pytest.mark.parametrize(("added", "trips"), [("%two", 4), ("%x", 8)])
+def test_an_unrolled_loop_counts_in_twos(added, trips, mesh):
+    """XLA's loop of a windowed product runs two iterations in a body."""
+    body = f"""  %i = s32[] get-tuple-element(%t), index=0
+  %two = s32[]{{:T(128)}} constant(2)
+  %next = s32[] add(%i, {added}), metadata={{op_name="jit(f)/dot_general"}}
+  %g = {GATHER}
+  ROOT %r = (s32[], f32[64]) tuple(%next, %x)"""
+    (found,) = collectives(loop(CONDITIONS["a comparison"][0], body), mesh)
+    assert found.trips == trips
+
+
 def test_the_length_of_a_compiled_loop():
     """A scan of JAX, by this machine's own compiler, with its count and without."""
     scanned = jax.jit(lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c @ c), None), x, length=5))

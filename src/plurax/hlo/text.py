@@ -18,6 +18,7 @@ that starts at 0 with a constant, inside a fusion or not:
     %c = s32[] constant(8)
     ROOT %lt = pred[] compare(%counter, %c), direction=LT
 
+The body adds 1 to the counter, or a constant: 2 where XLA unrolled the loop of a windowed product.
 A loop whose condition compares with a value that it carries has a length that is data.
 
 Source: the XLA documentation, "HLO text" and "Operation semantics".
@@ -99,24 +100,34 @@ class Module:
         known = loop.attribute(r'known_trip_count":\{"n":"(\d+)"')
         if known:
             return int(known)
-        return self._compared(loop.attribute(r"condition=%?([\w.\-]+)") or "")
+        condition = loop.attribute(r"condition=%?([\w.\-]+)") or ""
+        bound = self._compared(condition)
+        return bound and -(-bound // self._step(condition, loop))
 
     def _compared(self, name: str) -> int | None:
         """Return the constant with which a loop's condition compares its counter."""
-        computation = self.computations.get(name, ())
-        by_name = {one.name: one for one in computation}
-        for compare in computation:
-            operands = compare.operands
-            if compare.opcode == "fusion" and compare.root:
-                # The constant is an operand of the fusion, or inside it.
-                inner = next(compare.called(), "")
-                bounds = [_constant(by_name.get(operand)) for operand in operands]
-                return next((n for n in bounds if n is not None), None) or self._compared(inner)
-            if compare.opcode == "compare" and "direction=LT" in compare.attributes:
-                return next(
-                    (n for one in operands if (n := _constant(by_name.get(one))) is not None), None
-                )
+        by_name = {one.name: one for one in self.computations.get(name, ())}
+        for compare in by_name.values():
+            # The constant is an operand of a fusion, or inside it.
+            fused = compare.opcode == "fusion" and compare.root
+            if fused or (compare.opcode == "compare" and "direction=LT" in compare.attributes):
+                bounds = (_constant(by_name.get(operand)) for operand in compare.operands)
+                bound = next((n for n in bounds if n is not None), None)
+                return bound or self._compared(next(compare.called(), ""))
         return None
+
+    def _step(self, condition: str, loop: Instruction) -> int:
+        """Return the constant that a loop's body adds to its counter."""
+        body = self.computations.get(loop.attribute(r"body=%?([\w.\-]+)") or "", ())
+        by_name = {one.name: one for one in body}
+        carried = next((one.operands for one in body if one.root), ())
+        for one in self.computations.get(condition, ()):
+            index = int(one.attribute(r"index=(\d+)") or len(carried))
+            added = by_name.get(carried[index]) if index < len(carried) else None
+            if added and added.opcode == "add":
+                steps = (_constant(by_name.get(operand)) for operand in added.operands)
+                return next((n for n in steps if n), 1)
+        return 1
 
 
 def _constant(instruction: Instruction | None) -> int | None:
