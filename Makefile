@@ -15,7 +15,7 @@ INTEGRATIONS := .venv-integrations
 FEW = --quiet --disable-pip-version-check --no-compile -c constraints.txt
 TESTING = beartype hypothesis pytest pytest-xdist
 
-.PHONY: help setup demo test test-ci test-gangs test-absent environments compilers chromium test-newest test-integrations test-all test-faults test-mutants lint format bench echarts docs constraints package clean
+.PHONY: help setup demo test test-ci test-gangs test-absent environments compilers chromium test-newest test-integrations test-all test-faults test-mutants lint format bench bench-maxtext echarts docs constraints package clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -126,6 +126,18 @@ bench: setup $(PEERS)/.installed $(INTEGRATIONS)/.installed ## measure against t
 	$(RUN)/python -m benchmarks --peers $(PEERS)/bin/python
 	$(INTEGRATIONS)/bin/python -m benchmarks sources  # with the libraries that give the data
 	$(RUN)/python -m benchmarks.report
+
+# Outside of the checkout, as the compilers are: MaxText brings gigabytes, and a JAX of its own.
+MAXTEXT = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/plurax-maxtext/$(shell cksum < benchmarks/maxtext.txt | cut -d' ' -f1)
+
+$(MAXTEXT)/.installed:
+	"$(NEWEST)" -m venv $(MAXTEXT)
+	$(MAXTEXT)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  -r benchmarks/maxtext.txt
+	@touch $@
+
+bench-maxtext: $(MAXTEXT)/.installed ## compile steps beside MaxText's train_compile, for TPUs that are not here
+	PYTHONPATH=src $(MAXTEXT)/bin/python -m benchmarks.maxtext
 
 echarts: setup ## take Apache ECharts anew from npm, for the page of `plurax report`; VERSION=6.1.0
 	$(RUN)/python packaging/vendor_echarts.py $(VERSION)

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import plurax as px
 from plurax.analysis.compiled_schedule import walk_schedule
-from plurax.hlo.memory import memory
+from plurax.hlo.memory import Memory, memory
 from plurax.hlo.text import parse
 from plurax.targets import Target
 
@@ -239,8 +239,12 @@ def make_plan(fields: Mapping[str, Any], devices: int, *, sequence: bool = False
 
 def figures(compiled: jax.stages.Compiled, mesh: Mesh, target: Target) -> dict[str, Any]:
     """Return what is compared of a program for a machine."""
-    held = memory(compiled)
-    schedule = walk_schedule(parse(compiled.as_text() or ""), mesh, target.machine, target.clock)
+    return read_program(compiled.as_text() or "", memory(compiled), mesh, target)
+
+
+def read_program(text: str, held: Memory, mesh: Mesh, target: Target) -> dict[str, Any]:
+    """Return what is compared of a program's text and memory, which this JAX need not have made."""
+    schedule = walk_schedule(parse(text), mesh, target.machine, target.clock)
     return {
         "temporaries_mib": held.temporaries / 2**20,
         "copied_mib": (held.outputs - held.aliased) / 2**20,

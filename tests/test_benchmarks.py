@@ -1,5 +1,6 @@
 """The benchmark harness works: one measurement in a tiny size, from the command to the file."""
 
+import importlib.util
 import json
 import math
 import statistics
@@ -7,13 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
-from benchmarks import charts
+from benchmarks import charts, maxtext
 from benchmarks.harness import Worker
 from benchmarks.planning import agreement
 from benchmarks.recovery import Recovery, recovered
 from benchmarks.report import ROOT, TITLES, newest, table
 from benchmarks.uneven import epochs_to
+
+from tests.promotion import promotion
 
 REPOSITORY = Path(__file__).parents[1]
 MACHINE = {"cpu": "A processor", "cores": 2, "gpus": []}
@@ -283,3 +288,63 @@ def test_words_of_pictures_of_speeds_stay_in_their_columns(tmp_path):
     assert speeds.get_text() == "0.01 to 123 ×"
     written = charts.draw_speeds([{"rows": [row], "machine": MACHINE}], TITLES, tmp_path)
     assert [path.name for path in written] == ["benchmarks.png"]
+
+
+def test_without_maxtext_the_comparison_says_how_to_install_it(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stopped:
+        maxtext.main([])
+    assert stopped.value.code == 2
+    assert "`make bench-maxtext` installs it for Python 3.12" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", maxtext.PLANS)
+def test_maxtext_is_told_the_same_sizes(name):
+    fields, told = maxtext.PLANS[name]
+    plan = maxtext.make_plan(fields, 8)
+    for machine, model in maxtext.SIZES.items():
+        arguments = maxtext.maxtext_settings(machine, model, told)
+        settings = dict(setting.split("=") for setting in arguments)
+        rows = int(settings["per_device_batch_size"]) * int(settings["gradient_accumulation_steps"])
+        assert rows == model.rows == model.batch(8)["inputs"].shape[0] / 8
+        assert int(settings["gradient_accumulation_steps"]) == plan.microbatches
+        mesh = [int(settings[f"ici_{axis}_parallelism"]) for axis in ("data", "fsdp", "tensor")]
+        assert (math.prod(mesh), mesh[-1]) == (plan.devices, plan.tensor) == (8, mesh[-1])
+        assert (settings["shard_optimizer_over_data"] == "True") == (plan.zero == 1)
+
+
+def test_a_token_changes_nothing_before_it_nor_in_another_segment():
+    model = maxtext.Llama(width=16, hidden=24, depth=2, heads=2, words=11, tokens=6, rows=1)
+    params = model.init(jax.random.key(0))
+    # Two segments in a row; the last token is padding.
+    row = {
+        "inputs": jnp.array([[1, 2, 3, 4, 5, 0]]),
+        "inputs_position": jnp.array([[0, 1, 2, 0, 1, 0]]),
+        "inputs_segmentation": jnp.array([[1, 1, 1, 2, 2, 0]]),
+        "targets": jnp.array([[2, 3, 4, 5, 6, 0]]),
+        "targets_segmentation": jnp.array([[1, 1, 1, 2, 2, 0]]),
+    }
+
+    def changes(position, only):
+        """Whether the loss of some tokens changes with the token at a position."""
+        weights = jnp.array([[int(at in only) for at in range(6)]])
+        batch = {**row, "targets_segmentation": weights}
+        other = {**batch, "inputs": row["inputs"].at[0, position].set(9)}
+        before, after = (model.loss(params, one, None) for one in (batch, other))
+        return not jnp.allclose(before, after, rtol=1e-3)
+
+    with promotion():
+        assert changes(1, {1, 2})
+        assert not changes(1, {0, 3, 4})
+        assert changes(3, {4})
+        assert not changes(4, {0, 1, 2, 3})
+        assert not changes(5, {0, 1, 2, 3, 4})
+
+
+def test_the_table_beside_maxtext_has_each_figure_of_each_side():
+    figures = {"temporaries_mib": 1234.5, "sent_mib": 10.0, "hidden": 0.5, "step_ms": 2.0}
+    row = {side: {**figures, "sent_mib": 10.0 + at} for at, side in enumerate(maxtext.SIDES)}
+    stored = {"rows": {"v5e:2x4": {"data": row}}, "versions": {"jax": "1.2"}, "date": "2026-01-02"}
+    line, written = maxtext.table(stored).splitlines()[2], maxtext.table(stored).splitlines()[-1]
+    assert line.split(" | ")[2:4] == ["1,234 / 1,234 / 1,234", "10 / 11 / 12"]
+    assert written == "Compiled on 2026-01-02 with jax 1.2."
