@@ -34,6 +34,9 @@ Remat = Literal["none", "dots", "full", "offload"]
 
 ScheduleName = Literal["gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1"]
 
+CHUNKS: Mapping[str, int] = {"interleaved": 2}
+"""Stages on each device where a plan does not say how many, of schedules that take several."""
+
 MOST_PARTS = 2**16
 """Parts into which any batch may be split; more need an example each."""
 
@@ -115,7 +118,8 @@ data=1 means 'not used'.
     remat: Remat = "none"
     """What the backward pass recomputes instead of storing it: nothing; all but matrix products
     (`dots`); all but the inputs of layers, or outside a loop over layers of segments of equations
-    (`full`); or as `dots`, with the matrix products stored in the host's memory (`offload`)."""
+    (`full`); or all but products without batch dims, such as those with weights, which are stored
+    in the host's memory (`offload`)."""
     shardings: GivenShardings = ()
     """The shardings of parameters and named activations, as a dict: pattern -> one entry for each
     dim: None for a dim that is not split, the name of a mesh axis, or several; a leading `...`
@@ -182,7 +186,7 @@ data=1 means 'not used'.
         """The number of stages on each device of the pipeline, as Megatron's virtual stages."""
         if self.stages is not None:
             return self.stages // self.pipeline
-        return 2 if self.schedule == "interleaved" else 1
+        return chunks_of(self.schedule)
 
     @property
     def total_stages(self) -> int:
@@ -403,8 +407,17 @@ ZERO_TEXTS = {
 REMAT_TEXTS: Mapping[Remat, str] = {
     "dots": "the backward pass recomputes all but matrix products.",
     "full": "the backward pass recomputes all but the inputs of layers.",
-    "offload": "matrix products are stored in the host's memory until the backward pass.",
+    "offload": "products with weights are stored in the host's memory until the backward pass.",
 }
+
+
+def chunks_of(schedule: str | Sequence[str]) -> int:
+    """Return how many stages a device has where a plan does not say.
+
+    >>> chunks_of("1f1b"), chunks_of("interleaved")
+    (1, 2)
+    """
+    return CHUNKS.get(schedule, 1) if isinstance(schedule, str) else 1
 
 
 def _rules(shardings: Any) -> Shardings:

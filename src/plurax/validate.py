@@ -17,6 +17,16 @@ from plurax.argument_check import MAX_NUMBER, fits, is_path, text
 
 Mode = Literal["min", "max"]
 
+RISING = (
+    "acc", "accuracy", "auc", "auroc", "bleu", "iou", "precision", "psnr", "recall", "return",
+    "reward", "ssim",
+)  # fmt: skip
+"""How a word ends in the name of a metric whose largest value is the best, a number aside. Of a
+score the name does not say it: FID and Brier's fall."""
+
+FALLING = ("loss", "error", "err")
+"""Words in the name of a metric whose smallest value is the best, whatever the others are."""
+
 
 def whole_number(value: object, least: int = 1) -> int | None:
     """`value` as an int if it is a whole number from `least` to `MAX_NUMBER`, else None.
@@ -97,6 +107,20 @@ def check_choice(function: str, name: str, value: object, choices: Sequence[str]
             f"{function}({name}={text(value)}): {name} must be one of "
             f"{', '.join(map(repr, choices))}.{hint}"
         )
+
+
+def rises(metric: str) -> bool:
+    """Whether a metric is better where it is larger, as far as its name says.
+
+    >>> rises("eval_accuracy"), rises("top-5-acc"), rises("mIoU"), rises("f1_loss")
+    (True, True, True, False)
+    """
+    words = re.split(r"[^a-z0-9]+", metric.lower())
+    if any(word in FALLING for word in words):
+        return False
+    return any(
+        word in ("f1", "r2") or word.rstrip("0123456789s").endswith(RISING) for word in words
+    )
 
 
 def sign_of_mode(mode: object) -> int:

@@ -13,6 +13,7 @@ from tests import models
 import plurax as px
 from plurax.hlo.text import parse
 from plurax.pipeline.schedule import SCHEDULES, make_schedule
+from plurax.plan import chunks_of
 
 ROWS = 4
 
@@ -38,7 +39,7 @@ BOUNDARY = ROWS * models.TOKENS * models.WIDTH * 4
 def test_stages_exchange_only_permutes_of_boundaries(schedule):
     """One way and the other in each tick; all else over `pipeline` are numbers."""
     program = scheduled(schedule)
-    chunks = 2 if schedule == "interleaved" else 1
+    chunks = chunks_of(schedule)
     length = len(make_schedule(schedule, 4, 8, chunks).ticks)
     found = program.collectives()
     permutes = [c for c in found if c.kind == "collective-permute"]

@@ -399,7 +399,15 @@ def test_patience_is_a_count(given):
         cb.EarlyStopping("loss", given)
 
 
-MODES = {"eval_loss": False, "eval_accuracy": True, "auc": True, "eval_r2": True, "f1_loss": False}
+# Whether the largest value is the best, by the name.
+MODES = {
+    **dict.fromkeys(
+        ("eval_loss", "f1_loss", "eval_perplexity", "accumulated_cost", "layer2"), False
+    ),
+    **dict.fromkeys(("eval_accuracy", "auc", "eval_r2", "eval_acc", "top-5-acc", "acc5"), True),
+    **dict.fromkeys(("eval_f1", "mIoU", "episode_reward", "eval_psnr", "sacreBLEU"), True),
+    **dict.fromkeys(("surface", "grad_norm", "error_score", "f1_err"), False),
+}
 
 
 @pytest.mark.parametrize("metric", MODES)

@@ -12,6 +12,7 @@ from tests import models
 import plurax as px
 from plurax.machine_fields import Level
 from plurax.pipeline.schedule import SCHEDULES, live_activations, make_schedule
+from plurax.plan import CHUNKS, chunks_of
 from plurax.planner.candidates import REMATS, Model, candidates, model_of
 from plurax.planner.costs import REDUCTION, TimeCosts, held_bytes, pipeline_seconds
 from plurax.planner.lockstep import (
@@ -123,14 +124,13 @@ def test_bounds_fall_with_what_is_split(stacked):
     assert bounds[gpipe].memory > bounds[dataclasses.replace(gpipe, schedule="1f1b")].memory
 
 
-CHUNKS = [(name, 1) for name in SCHEDULES if name != "interleaved"]
-CHUNKS += [("interleaved", 2), ("interleaved", 3)]
+STAGES = [(name, v) for name in SCHEDULES for v in ((2, 3) if name in CHUNKS else (1,))]
 
 
-@pytest.mark.parametrize(("schedule", "stages"), CHUNKS)
+@pytest.mark.parametrize(("schedule", "stages"), STAGES)
 @pytest.mark.parametrize("devices", [2, 3, 4, 7])
 def test_ticks_and_stored_microbatches_without_simulation(schedule, stages, devices):
-    every = devices if schedule == "interleaved" else 1
+    every = devices if schedule in CHUNKS else 1
     for microbatches in range(every, 4 * devices + 2, every):
         drawn = make_schedule(schedule, devices, microbatches, stages)
         columns = drawn.ticks
@@ -204,7 +204,7 @@ LINKS = px.Machine("links", {"float32": 1e30}, 1e12, 1e30, [Level("node", 8, 1.0
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("pipeline", "microbatches"), [(2, 2), (2, 6), (4, 8)])
 def test_a_step_has_the_ticks_of_its_schedule(schedule, pipeline, microbatches):
-    chunks = 2 if schedule == "interleaved" else 1
+    chunks = chunks_of(schedule)
     every = make_schedule(schedule, pipeline, microbatches, chunks).ticks
     assert ticks_of_step(schedule, pipeline, microbatches, chunks) == len(every)
 

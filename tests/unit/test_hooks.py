@@ -8,7 +8,7 @@ from tests import models
 import plurax as px
 from plurax.checkpoint import Checkpoints
 from plurax.loop import hook as kinds
-from plurax.loop.hooks import Callbacks, Hooks
+from plurax.loop.call_hooks import Callbacks, Hooks
 from plurax.train import hook_order
 
 DATA = models.data(24)

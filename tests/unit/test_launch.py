@@ -507,13 +507,13 @@ def test_a_signal_during_a_pause_ends_all():
     supervisor = Watched()
     supervisor.ended(0, 137)
     supervisor.ended(1, 137)
-    supervisor.asked(signal.SIGTERM)
+    supervisor.pass_on(signal.SIGTERM)
     assert supervisor.follows() == 143
 
 
 def test_who_ignores_the_signal_is_killed():
     supervisor = Watched()
-    supervisor.asked(signal.SIGTERM)
+    supervisor.pass_on(signal.SIGTERM)
     supervisor.tick(120)
     assert [order["do"] for order in supervisor.orders] == ["start", "signal", "kill"]
     supervisor.ended(0, 137, ours=True)
@@ -550,7 +550,7 @@ class Watched:
         self._supervisor.tick(time)
 
     def asked(self, number):
-        self._supervisor.asked(number, self.time)
+        self._supervisor.pass_on(number, self.time)
 
     def ended(self, process, code, step=None, **said):
         attempt = [order for order in self.orders if order["do"] == "start"][-1]["attempt"]

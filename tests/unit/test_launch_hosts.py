@@ -332,7 +332,7 @@ class Leading:
 
 def test_slurm_signals_the_launchers_of_all_hosts_and_that_is_one_signal():
     leading = Leading()
-    leading.supervisor.asked(signal.SIGTERM, 1)
+    leading.supervisor.pass_on(signal.SIGTERM, 1)
     for host in (1, 2):
         leading.supervisor.received(host, {"is": "asked", "signal": 15}, 1)
     assert [order for _, order in leading.orders] == ["start"] * 3 + ["signal"] * 3
@@ -412,7 +412,7 @@ def test_a_signal_while_growing_is_not_a_second_one():
         (1, "start"),
     ]
     leading.supervisor.joined(2, 1, 101)
-    leading.supervisor.asked(signal.SIGTERM, 102)
+    leading.supervisor.pass_on(signal.SIGTERM, 102)
     assert [order for order in leading.orders if order[1] == "signal"] == [
         (0, "signal"),
         (1, "signal"),

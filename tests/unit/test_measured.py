@@ -17,7 +17,7 @@ from plurax.analysis.measured import Measured
 from plurax.hlo.memory import memory
 from plurax.loop.iterate import train_iter
 from plurax.loop.log_rows import read_rows
-from plurax.report.curves import draw_curves
+from plurax.report.curves_picture import draw_curves
 from plurax.train.learn import learned, machine_of_run
 
 LINKS = [px.analysis.Level("node", 8, 1e9)]

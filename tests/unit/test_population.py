@@ -34,7 +34,7 @@ from plurax.execute.population import Population
 from plurax.execute.program import Program
 from plurax.execute.summary import choice_text
 from plurax.mesh import make_mesh
-from plurax.report.curves import draw_curves
+from plurax.report.curves_picture import draw_curves
 
 ROWS = models.data(50)
 TASK = models.mlp_task()

@@ -17,7 +17,7 @@ from plurax.errors import ExperimentError
 from plurax.report.page import render
 from plurax.report.page.chart_data import BUDGET, events, metric_names, runs_json
 from plurax.report.page.run_data import LogTail, read_run, run_folders, run_names
-from plurax.report.page.sweep_data import compared_settings, rises, sweeps
+from plurax.report.page.sweep_data import compared_settings, sweeps
 from plurax.report.page.thin import thin
 from plurax.sweeps.importance import importance
 
@@ -238,11 +238,6 @@ def test_runs_with_other_settings_are_a_sweep(tmp_path):
     assert found.metrics[:2] == ["eval_loss", "eval_accuracy"]
     assert [row["label"] for row in found.rows] == ["0", "1", "2", "3", "4"]
     assert sweeps(runs[:2], []) == []
-
-
-def test_which_metrics_are_better_where_they_are_larger():
-    assert all(map(rises, ("eval_accuracy", "auc", "eval_f1", "top-5-acc")))
-    assert not any(map(rises, ("loss", "eval_perplexity", "surface", "grad_norm")))
 
 
 # --- The page -----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from plurax.pipeline.schedule import (
 from plurax.pipeline.simulation import lockstep_seconds, simulate
 from plurax.pipeline.slots import FIELDS, make_slot_table
 from plurax.pipeline.stages import LayerAssignment, even_layers
+from plurax.plan import CHUNKS
 
 # The idle part of all devices' time: p devices, m microbatches, v stages on each.
 BUBBLES = {
@@ -42,12 +43,23 @@ CASES = [
     (name, p, m, v)
     for name, p, rounds in itertools.product(SCHEDULES, (2, 3, 4, 8), (1, 2, 4))
     for m in [p * rounds]
-    for v in ((2, 3) if name == "interleaved" else (1,))
+    for v in ((2, 3) if name in CHUNKS else (1,))
 ]
 
 
 def test_the_table_of_this_test_is_whole():
     assert set(SCHEDULES) == set(BUBBLES) == set(STORED)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_row_of_a_schedule_says_what_it_does(name):
+    few, many = (make_schedule(name, 4, m, CHUNKS.get(name, 1)) for m in (16, 32))
+    assert SCHEDULES[name].stores_all == (live_activations(few) != live_activations(many))
+    pairs = any(len(actions) > 1 for column in many.ticks for actions in column)
+    assert SCHEDULES[name].pairs == pairs
+    if name not in CHUNKS:
+        with pytest.raises(px.errors.PlanError, match="has one stage on each device"):
+            make_schedule(name, 4, 16, 2)
 
 
 @pytest.mark.parametrize(("name", "p", "m", "v"), CASES)

@@ -12,6 +12,7 @@ import plurax as px
 from plurax.pipeline.schedule import SCHEDULES, make_schedule
 from plurax.pipeline.simulation import lockstep_seconds
 from plurax.pipeline.stages import even_layers
+from plurax.plan import CHUNKS
 from plurax.planner.lockstep import StagedModel, fastest_stages
 from plurax.planner.profile import Share
 
@@ -35,7 +36,7 @@ def models(draw):
     speeds = st.tuples(*[st.sampled_from([0.5, 1.0, 2.0, 3.0])] * pipeline)
     end = st.sampled_from([0.0, 0.5, 1.0, 3.0])
     return model(
-        draw(st.sampled_from([name for name in SCHEDULES if name != "interleaved"])),
+        draw(st.sampled_from([name for name in SCHEDULES if name not in CHUNKS])),
         pipeline,
         draw(st.integers(1, 12)),
         depth,

@@ -17,7 +17,7 @@ from tests.pictures import panels
 
 import plurax as px
 from plurax.errors import NonFiniteWarning
-from plurax.report.parallel import draw_parallel
+from plurax.report.parallel_picture import draw_parallel
 from plurax.sweeps import halving as halving_
 from plurax.sweeps.sweep import Sweep, _value
 

@@ -12,6 +12,7 @@ import plurax as px
 from plurax.collective import Collective
 from plurax.hlo.memory import Memory
 from plurax.pipeline.schedule import SCHEDULES, make_schedule
+from plurax.plan import chunks_of
 from plurax.report.plan_picture import draw_plan
 from plurax.report.timeline import ScheduleCosts, compared_schedules_table, timeline_report
 from plurax.strategies import Strategies, Strategy
@@ -78,7 +79,7 @@ def test_a_device_with_several_stages():
 @pytest.mark.parametrize("width", [60, 80, 120, 300])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_long_schedule_is_scaled_and_says_so(name, width):
-    chunks = 2 if name == "interleaved" else 1
+    chunks = chunks_of(name)
     report = timeline_report(costs(name, 4, 64, chunks), width)
     text = printed(report, width)
     assert "scaled to fit: a column is the time of" in text

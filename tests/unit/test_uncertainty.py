@@ -21,7 +21,7 @@ from plurax.ensemble.uncertainty import (
     nll,
 )
 from plurax.errors import BatchError
-from plurax.report.calibration import _intervals, draw_confidence, draw_reliability
+from plurax.report.calibration_picture import _intervals, draw_confidence, draw_reliability
 
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(2, 4))
 VALUES = st.floats(-300, 300, width=32)

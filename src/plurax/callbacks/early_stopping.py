@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 
 from plurax import errors
-from plurax.callbacks.followed_metric import FollowedMetric, Mode
+from plurax.callbacks.followed_metric import FollowedMetric
 from plurax.loop.hook import EpochHook, StartHook, StateHook
 from plurax.loop.log_rows import Row
 from plurax.loop.run import Run
-from plurax.validate import whole_number
+from plurax.validate import Mode, whole_number
 
 
 class EarlyStopping(StartHook, EpochHook, StateHook):
@@ -21,8 +21,8 @@ class EarlyStopping(StartHook, EpochHook, StateHook):
 
     - `metric`: its name in the rows of epochs, such as `"eval_loss"`.
     - `patience`: rows of epochs in a row without improvement.
-    - `mode`: whether the smallest (`"min"`) or largest (`"max"`) value is the best; by default the
-      largest of accuracies, AUC, F1, precision, recall and R², the smallest of all others.
+    - `mode`: whether the smallest (`"min"`) or largest (`"max"`) value is the best; by default as
+      the name says: the largest of an accuracy, AUC, F1, IoU, R², reward and the like.
     - `min_delta`: by how much a value has to be better to count, in the metric's unit.
 
     Raises `TaskError` for other values, and for a metric that a row does not have.

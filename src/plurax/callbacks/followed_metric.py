@@ -2,7 +2,7 @@
 
 import fnmatch
 import math
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
@@ -10,11 +10,7 @@ from jaxtyping import Bool
 from plurax import errors
 from plurax.loop.log_rows import Row
 from plurax.loop.run import Run
-
-Mode = Literal["min", "max"]
-
-LARGER_IS_BETTER = ("accuracy", "auc", "f1", "precision", "recall", "r2")
-"""Ends of the names of metrics whose largest value is the best."""
+from plurax.validate import Mode, rises
 
 
 class FollowedMetric:
@@ -34,10 +30,8 @@ class FollowedMetric:
             raise errors.TaskError(
                 f"{callback}(mode={mode!r}): give 'min', 'max', or None to guess by the name."
             )
-        ends = tuple(part for name in LARGER_IS_BETTER for part in (name, f"_{name}"))
-        guessed = "max" if metric.endswith(ends) else "min"
         self.metric, self._callback = metric, callback
-        self._sign = 1.0 if (mode or guessed) == "min" else -1.0
+        self._sign = -1.0 if mode == "max" or (mode is None and rises(metric)) else 1.0
         self._min_delta = min_delta
         self.best: np.ndarray | None = None
 

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from plurax import errors
-from plurax.callbacks.followed_metric import FollowedMetric, Mode
+from plurax.callbacks.followed_metric import FollowedMetric
 from plurax.checkpoint import Checkpoints
 from plurax.checkpoint.restore import members_meta
 from plurax.execute.program import Program
@@ -30,6 +30,7 @@ from plurax.loop.log_rows import Row
 from plurax.loop.run import Run
 from plurax.state import TrainState
 from plurax.user_frames import warn
+from plurax.validate import Mode
 
 
 class KeepBest(StartHook, EpochHook, SaveHook, StopHook, StateHook):

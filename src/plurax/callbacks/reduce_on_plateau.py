@@ -9,12 +9,12 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.callbacks.followed_metric import FollowedMetric, Mode
+from plurax.callbacks.followed_metric import FollowedMetric
 from plurax.callbacks.wrapped_optimizer import wrapped
 from plurax.loop.hook import EpochHook, EvaluationHook, OptimizerHook, StartHook, StateHook
 from plurax.loop.log_rows import Row
 from plurax.loop.run import Run
-from plurax.validate import whole_number
+from plurax.validate import Mode, whole_number
 
 SCALE = "learning_rate_scale"
 """The hyperparameter that the callback adds to the optimizer, and its name in the rows."""
@@ -36,8 +36,8 @@ class ReduceOnPlateau(OptimizerHook, StartHook, EvaluationHook, EpochHook, State
     - `metric`: its name in the rows, such as `"eval_loss"`.
     - `factor`: between 0 and 1.
     - `patience`: values in a row without improvement.
-    - `mode`: whether the smallest (`"min"`) or largest (`"max"`) value is the best; by default the
-      largest of accuracies, AUC, F1, precision, recall and R², the smallest of all others.
+    - `mode`: whether the smallest (`"min"`) or largest (`"max"`) value is the best; by default as
+      the name says: the largest of an accuracy, AUC, F1, IoU, R², reward and the like.
     - `min_delta`: by how much a value has to be better to count, in the metric's unit.
 
     Raises `TaskError` for other values, for a metric that a row does not have, and with parameter

@@ -15,7 +15,7 @@ from plurax.distributed.environment import writes_files
 from plurax.exit_codes import ExitCode
 from plurax.loop.log_rows import read_rows
 from plurax.members import Members
-from plurax.report.curves import draw_curves
+from plurax.report.curves_picture import draw_curves
 from plurax.report.servers_picture import draw_servers, draw_workers
 from plurax.resample import Everything
 from plurax.train.elastic import plan_for_those_left

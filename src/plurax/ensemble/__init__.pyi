@@ -16,10 +16,10 @@ from plurax.ensemble.uncertainty import nll as nll
 from plurax.members import grid as grid
 from plurax.members import log_uniform as log_uniform
 from plurax.members import uniform as uniform
-from plurax.report.calibration import draw_confidence as draw_confidence
-from plurax.report.calibration import draw_reliability as draw_reliability
 from plurax.report.calibration_file import save_calibration as save_calibration
-from plurax.report.parallel import draw_parallel as draw_parallel
+from plurax.report.calibration_picture import draw_confidence as draw_confidence
+from plurax.report.calibration_picture import draw_reliability as draw_reliability
+from plurax.report.parallel_picture import draw_parallel as draw_parallel
 from plurax.resample import bootstrap as bootstrap
 from plurax.resample import kfold as kfold
 from plurax.resample import subsample as subsample

@@ -34,7 +34,7 @@ from plurax.execute.placement import Placement, leading_dim
 from plurax.execute.step_functions import StepFunctions
 from plurax.jaxpr.compat import inner_jaxprs, open_jaxpr
 from plurax.mesh import abstract_mesh, split_rows
-from plurax.pipeline.schedule import SCHEDULES, make_schedule
+from plurax.pipeline.schedule import make_schedule, named
 from plurax.plan import Plan
 from plurax.task import Task
 from plurax.trace.collectives import collectives_of
@@ -112,9 +112,11 @@ def record_steady_step(
         bytes of the batch                                 those of 512 rows
     """
     size, few = leading_dim(batch), max(16, 2 * plan.pipeline)
-    # GPipe stores them all; and whole microbatches only, or the rows of one would differ.
-    whole = size % plan.microbatches == 0 and plan.schedule in SCHEDULES.keys() - {"gpipe"}
-    if plan.pipeline == 1 or plan.microbatches <= few or not whole:
+    # Whole microbatches only, or the rows of one would differ.
+    whole = size % plan.microbatches == 0
+    known = named(plan.schedule)
+    grows = known is None or known.stores_all
+    if plan.pipeline == 1 or plan.microbatches <= few or grows or not whole:
         return record_step(task, optimizer, plan, batch)
     less = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((size // plan.microbatches * few, *x.shape[1:]), x.dtype),

@@ -72,6 +72,9 @@ INLINED = {
 }
 """Calls that can be evaluated in place, and the parameter that holds the called jaxpr."""
 
+PLAIN_CALLS = frozenset(["jit", "closed_call", "eval_jaxpr"])
+"""Those without a derivative or a rule of their own."""
+
 REMAT = {"remat2": "jaxpr"}
 """Calls that the backward pass may recompute (`jax.checkpoint`), and the same parameter."""
 

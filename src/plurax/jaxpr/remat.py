@@ -3,13 +3,15 @@
 Differentiation keeps every intermediate value that the backward pass reads. A function of n
 equations is cut into about √n segments of √n equations: only the values between segments are kept,
 and the backward pass recomputes one segment at a time, so about 2√n values are alive instead of n.
-Each equation of the forward pass runs twice. A loop is recomputed iteration by iteration.
+Each equation of the forward pass but the last segment's runs twice. A loop is recomputed iteration
+by iteration.
 
     16 equations on x (64, 256), float32: 64 KiB each
 
     policy    kept for the backward pass                   recomputed
     none      16 values, 1 MiB                             nothing
     dots      the results of matrix products               all else
+    offload   those without batch dims, on the host        all else
     full      3 values between 4 segments, 192 KiB,        each segment but the last, once
               and at most 4 values of one segment
 
@@ -42,7 +44,8 @@ from plurax.jaxpr.interpret import (
 )
 from plurax.plan import Remat
 
-# To add a policy: a row here; its name in `plan.Remat`, and in words in `plan.REMAT_TEXTS`.
+# To add a policy: a row here; its name, in the same place, in `plan.Remat`, and in words in
+# `plan.REMAT_TEXTS`. A search tries it, unless `planner.candidates.REMATS` leaves it out.
 POLICIES: dict[Remat, Callable[..., Any] | None] = {
     "none": None,
     "dots": jax.checkpoint_policies.dots_saveable,
@@ -63,7 +66,8 @@ def rematerialized(
     - `policy`: what is kept for the backward pass.
       - `none`: all values; `fun` is returned.
       - `dots`: the results of matrix products; all else is recomputed.
-      - `offload`: as `dots`, with the results in host memory.
+      - `offload`: the results of products without batch dims, such as those with weights, in host
+        memory; all else is recomputed.
       - `full`: the carry of each loop iteration and, outside of loops, the values between about √n
         segments of √n of the n equations, or of as many bytes as one of those iterations computes.
     - `whole`: one segment, so that only the arguments are kept.

@@ -32,7 +32,7 @@ def lead(settings: Settings, hosts: Hosts, signals: list[int], events: Events) -
         while supervisor.code is None:
             happened, now = hosts.wait(), time.monotonic()
             while signals:
-                supervisor.asked(signals.pop(0), now)
+                supervisor.pass_on(signals.pop(0), now)
             for event in happened:
                 if isinstance(event, Joined):
                     supervisor.joined(event.host, event.processes, now, event.attempt)

@@ -99,13 +99,13 @@ class Supervisor:
             if self._saved is None or message["saved"] > self._saved:
                 self._saved, self._failures = message["saved"], 0
         elif message["is"] == "asked":
-            self.asked(signal.SIGINT if message["signal"] == 2 else signal.SIGTERM, now, host)
+            self.pass_on(signal.SIGINT if message["signal"] == 2 else signal.SIGTERM, now, host)
         elif message["is"] == "stuck":
             self._events.write("stuck", **_fields(message), host=host)
             self._end(now + self._settings.limits.aftermath, now)
         self.tick(now)
 
-    def asked(self, number: int, now: float, host: int = 0) -> None:
+    def pass_on(self, number: int, now: float, host: int = 0) -> None:
         """Pass a signal on to all processes; a second one to the launcher of a host kills them.
 
         Slurm sends one to the launchers of all hosts, which counts as one.

@@ -29,7 +29,7 @@ A callback whose state checkpoints shall keep has both of these, in one class:
     set_state(state)                 before the run starts, and where a run goes back
 
 What the rest of plurax listens to besides stands below, in the order of a call: `on_calls` once,
-`on_call`, `on_fetched`, `on_metrics`, `on_rows`, `on_checkpoint`; `on_rewind` and `on_end`.
+`on_call`, `on_rows`, `on_fetched`, `on_metrics`, `on_checkpoint`; `on_rewind` and `on_end`.
 """
 
 import abc

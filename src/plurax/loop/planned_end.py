@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from plurax import errors
-from plurax.loop.hooks import Callbacks
+from plurax.loop.call_hooks import Callbacks
 from plurax.loop.run import Run
 from plurax.validate import whole_number
 

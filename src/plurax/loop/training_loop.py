@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from plurax.execute.array_data import Position
+from plurax.loop.call_hooks import Hooks
 from plurax.loop.epoch_metrics import EpochMetrics
 from plurax.loop.hook import RunSnapshot
-from plurax.loop.hooks import Hooks
 from plurax.loop.iterate import Calls, StepOutput
 from plurax.loop.log_rows import Row
 from plurax.loop.planned_end import PlannedEnd

@@ -38,7 +38,7 @@ from jax.extend.core import Jaxpr, Literal
 from jaxtyping import Array, PyTree
 
 from plurax import errors
-from plurax.jaxpr.compat import inner_jaxprs, open_jaxpr
+from plurax.jaxpr.compat import PLAIN_CALLS, inner_jaxprs, open_jaxpr
 from plurax.jaxpr.interpret import (
     all_equations,
     bind,
@@ -54,15 +54,16 @@ from plurax.sharding.annotations import Boundary
 
 
 def inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], *, every: bool) -> list[Any]:
-    """Evaluate a jaxpr with its calls (`jit`, `closed_call`) inlined; return its results.
+    """Evaluate a jaxpr with its plain calls, such as `jit`, inlined; return its results.
 
     Inlines every call, or with `every=False` only those that contain stage boundaries. Raises
     `PlanError` where a boundary is inside another primitive, such as a `scan` or a `cond`.
     """
 
     def inline(eqn: Any) -> bool:
-        calls = eqn.primitive.name in ("jit", "closed_call")
-        return calls and (every or any(map(has_boundaries, inner_jaxprs(eqn))))
+        return eqn.primitive.name in PLAIN_CALLS and (
+            every or any(map(has_boundaries, inner_jaxprs(eqn)))
+        )
 
     def checked(eqn: Any, inputs: list[Any]) -> list[Any]:
         if any(map(has_boundaries, inner_jaxprs(eqn))):

@@ -27,6 +27,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
 from plurax import errors
+from plurax.plan import CHUNKS
 from plurax.validate import check_whole
 
 KINDS = ("F", "B", "W")
@@ -256,16 +257,41 @@ def zb_h1(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
     return Schedule("zb-h1", tuple(lines))
 
 
-# To add a schedule: a function here, and its name in `plan.ScheduleName`; a search then tries it.
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "1f1b": one_f_one_b,
-    "eager-1f1b": eager_one_f_one_b,
-    "interleaved": interleaved,
-    "gpipe": gpipe,
-    "zb-h1": zb_h1,
+@dataclasses.dataclass(frozen=True)
+class NamedSchedule:
+    """A schedule that a plan names, and what planning needs to know before it is written down.
+
+    **Fields:** `make(devices, microbatches, chunks)` returns it; `stores_all`, whether a device
+    stores more with each further microbatch; `pairs`, whether a device runs a forward and a
+    backward in one tick; `ticks(devices, microbatches, chunks)`, the number of ticks in which
+    devices run forwards only, and that of all others, None to count them in the written schedule.
+    """
+
+    make: Callable[[int, int, int], Schedule]
+    stores_all: bool = False
+    pairs: bool = False
+    ticks: Callable[[int, int, int], tuple[int, int]] | None = None
+
+
+# To add a schedule: a function above, a row here, and its name in `plan.ScheduleName`, and in
+# `plan.CHUNKS` if its devices have several stages; a search then tries it.
+SCHEDULES: dict[str, NamedSchedule] = {
+    "1f1b": NamedSchedule(one_f_one_b, ticks=lambda p, m, v: (p, 2 * m + p - 2)),
+    "eager-1f1b": NamedSchedule(eager_one_f_one_b, pairs=True),
+    "interleaved": NamedSchedule(
+        interleaved, ticks=lambda p, m, v: (v * p, 2 * v * m + 2 * (p - 1) - v * p)
+    ),
+    "gpipe": NamedSchedule(gpipe, stores_all=True, ticks=lambda p, m, v: (m + p - 1, m + p - 1)),
+    "zb-h1": NamedSchedule(
+        zb_h1, ticks=lambda p, m, v: (p, max(3 * m + p - 1, 2 * (m + p - 1) + 1) - p)
+    ),
 }
-"""The named schedules, functions `(devices, microbatches, chunks) -> Schedule`. Of two that are as
-fast, a search takes the first."""
+"""The named schedules. Of two that are as fast, a search takes the first."""
+
+
+def named(schedule: str | Sequence[str]) -> NamedSchedule | None:
+    """Return what is known of a schedule by its name; None for one written by hand."""
+    return SCHEDULES[schedule] if isinstance(schedule, str) else None
 
 
 def make_schedule(
@@ -300,7 +326,7 @@ def splits_backward(given: str | tuple[str, ...]) -> bool:
 
 @functools.lru_cache(maxsize=32)  # a plan's schedule is asked for several times, and is large
 def _named_schedule(name: str, devices: int, microbatches: int, chunks: int) -> Schedule:
-    return SCHEDULES[name](devices, microbatches, chunks)
+    return SCHEDULES[name].make(devices, microbatches, chunks)
 
 
 # --- Checks ---------------------------------------------------------------------------------------
@@ -468,7 +494,7 @@ def _check_sizes(name: str, devices: int, microbatches: int, chunks: int) -> Non
     sizes = {"devices": devices, "microbatches": microbatches, "chunks": chunks}
     for what, size in sizes.items():
         check_whole("a schedule", what, size, most=MAX_ACTIONS)
-    if chunks != 1 and name != "interleaved":
+    if chunks != 1 and name not in CHUNKS:
         raise errors.PlanError(
             f"the schedule {name!r} has one stage on each device, and the plan asks for {chunks}; "
             "leave `stages` out, or use schedule='interleaved'."

@@ -36,8 +36,8 @@ from plurax.jaxpr.compat import Scan
 from plurax.jaxpr.interpret import all_equations
 from plurax.jaxpr.remat import POLICIES
 from plurax.machine import Machine
-from plurax.pipeline.schedule import SCHEDULES, splits_backward
-from plurax.plan import Plan, Precision, Remat
+from plurax.pipeline.schedule import SCHEDULES, named, splits_backward
+from plurax.plan import Plan, Precision, Remat, chunks_of
 from plurax.planner.costs import (
     REDUCTION,
     TimeCosts,
@@ -261,7 +261,7 @@ def _every_sizes(
             choices("remat", tuple(model.totals)),
             choices("schedule", tuple(SCHEDULES) if pipeline > 1 else ("1f1b",)),
         ):
-            stages = pinned.stages or pipeline * (2 if schedule == "interleaved" else 1)
+            stages = pinned.stages or pipeline * chunks_of(schedule)
             if stages > model.layers or stages % pipeline:
                 continue
             if remat != "none" and "schedule" not in fields and splits_backward(schedule):
@@ -340,8 +340,9 @@ def _bounds(model: Model, machine: Machine, sizes: Sizes, pinned: Plan) -> tuple
         )
     # A pipeline keeps as many microbatches as it has stages, each of one stage.
     kept = totals.kept / data / sizes.microbatches / shards
-    filled = sizes.schedule != "gpipe"
-    kept *= min(sizes.pipeline, sizes.microbatches) if filled else sizes.microbatches
+    known = named(sizes.schedule)
+    every = known is not None and known.stores_all
+    kept *= sizes.microbatches if every else min(sizes.pipeline, sizes.microbatches)
     return seconds, held_bytes(own, model.optimizer / shards, data, zero) + kept
 
 

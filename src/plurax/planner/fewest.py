@@ -26,6 +26,7 @@ import jax
 from jax.extend import source_info_util
 
 from plurax import tree
+from plurax.jaxpr.compat import ANNOTATIONS
 from plurax.partition.annotation_resolver import NameRule
 from plurax.partition.executors import FollowShapes
 from plurax.partition.partitioner import Partitioner
@@ -123,7 +124,7 @@ def strategies_of(graph: Graph, solution: Solution) -> list[Strategy]:
     return strategies
 
 
-_ANNOTATIONS = ("annotate", "sharding_constraint", "shard_map")
+_ANNOTATIONS = ANNOTATIONS | {"shard_map"}
 """What a model itself says of shardings."""
 
 

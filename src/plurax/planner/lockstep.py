@@ -27,7 +27,14 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from plurax.pipeline.schedule import KINDS, Action, live_activations, make_schedule, splits_backward
+from plurax.pipeline.schedule import (
+    KINDS,
+    Action,
+    live_activations,
+    make_schedule,
+    named,
+    splits_backward,
+)
 from plurax.pipeline.stages import even_layers
 from plurax.planner.profile import Share
 
@@ -42,16 +49,11 @@ def tick_counts(
     >>> tick_counts("gpipe", 2, 3), tick_counts("1f1b", 2, 3)
     ((4, 4), (2, 6))
     """
-    p, m, v = pipeline, microbatches, virtual_stages
-    if schedule == "gpipe":
-        return m + p - 1, m + p - 1
-    if schedule == "1f1b":
-        return p, 2 * m + p - 2
-    if schedule == "interleaved":
-        return v * p, 2 * v * m + 2 * (p - 1) - v * p
-    if schedule == "zb-h1":
-        return p, max(3 * m + p - 1, 2 * (m + p - 1) + 1) - p
-    columns = make_schedule(schedule, p, m, v).ticks
+    sizes = pipeline, microbatches, virtual_stages
+    known = named(schedule)
+    if known is not None and known.ticks is not None:
+        return known.ticks(*sizes)
+    columns = make_schedule(schedule, *sizes).ticks
     only = sum(all(a.kind == "F" for actions in column for a in actions) for column in columns)
     return only, len(columns) - only
 
@@ -64,7 +66,7 @@ def ticks_of_step(
     >>> ticks_of_step("1f1b", 2, 3, 1), ticks_of_step("eager-1f1b", 2, 3, 1)
     (8, 5)
     """
-    if schedule == "eager-1f1b":
+    if _pairs(schedule):
         return microbatches + 2 * (pipeline - 1)
     return sum(tick_counts(schedule, pipeline, microbatches, virtual_stages))
 
@@ -80,13 +82,18 @@ def stage_times(
 
     `forward` is the share of the forward in a stage's seconds.
     """
-    if schedule == "eager-1f1b":
+    if _pairs(schedule):
         # A device runs a forward and a backward in each tick, but for as many ticks at both ends.
         return microbatches + pipeline - 1
     only, others = tick_counts(schedule, pipeline, microbatches, virtual_stages)
     # The gradients of inputs and those of weights are taken to be as long.
     back = (1 - forward) / (2 if splits_backward(schedule) else 1)
     return only * forward + others * max(forward, back)
+
+
+def _pairs(schedule: str | Sequence[str]) -> bool:
+    known = named(schedule)
+    return known is not None and known.pairs
 
 
 # --- Ticks, counted by what the devices do --------------------------------------------------------
@@ -146,7 +153,8 @@ def stored_microbatches(
     schedule: str | tuple[str, ...], pipeline: int, microbatches: int, virtual_stages: int
 ) -> list[int]:
     """Return for each device the most microbatches that it stores, those of all its stages."""
-    if isinstance(schedule, str) and schedule != "gpipe":
+    known = named(schedule)
+    if known is not None and not known.stores_all:
         # A device stores no more with more microbatches once the pipeline is full.
         full = 2 * pipeline
         microbatches = min(microbatches, full + microbatches % pipeline)

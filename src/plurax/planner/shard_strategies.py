@@ -143,10 +143,10 @@ class StrategyFinder:
         results = tuple((tuple(var.aval.shape), var.aval.dtype) for var in eqn.outvars)
         key = (eqn.primitive.name, str(params), tuple(operands), results)
         if key not in self._known:
-            self._known[key] = tuple(self._found(eqn, operands))
+            self._known[key] = tuple(self._strategies_of(eqn, operands))
         return self._known[key]
 
-    def _found(self, eqn: Any, operands: Sequence[Tensor]) -> Iterator[ShardStrategy]:
+    def _strategies_of(self, eqn: Any, operands: Sequence[Tensor]) -> Iterator[ShardStrategy]:
         if eqn.primitive.name not in RULES:
             yield _replicated(eqn, operands)
             return
@@ -162,14 +162,14 @@ class StrategyFinder:
             if shardings in tried or any(one is None for one in shardings):
                 continue
             tried.add(shardings)
-            for strategy in self._asked(eqn, operands, shardings):
+            for strategy in self._by_rule(eqn, operands, shardings):
                 # Of equal shardings the first is kept; their costs are equal too.
                 if (strategy.inputs, strategy.outputs) not in seen:
                     seen.add((strategy.inputs, strategy.outputs))
                     yield strategy
         assert seen, f"no strategy of {eqn}"
 
-    def _asked(
+    def _by_rule(
         self, eqn: Any, operands: Sequence[Tensor], shardings: Sequence[Any]
     ) -> Iterator[ShardStrategy]:
         """Ask the rule with some input shardings, and yield the strategies that they are."""
@@ -186,7 +186,7 @@ class StrategyFinder:
         # A deferred result is created as its reader needs it: each such sharding is a strategy.
         created = [decision] if isinstance(decision, Decision) else self._created(decision)
         for one in created:
-            if (taken := _taken(one, inputs, shardings)) is not None:
+            if (taken := _kept_shardings(one, inputs, shardings)) is not None:
                 yield _strategy(self.axes, eqn, operands, taken, one)
 
     def _created(self, deferred: DeferredValue) -> list[Decision]:
@@ -194,7 +194,7 @@ class StrategyFinder:
         return [deferred.decide(self._context, deferred.sources, one) for one in wanted]
 
 
-def _taken(
+def _kept_shardings(
     decision: Decision, inputs: Sequence[ValueVersions], shardings: Sequence[TensorSharding]
 ) -> tuple[TensorSharding, ...] | None:
     """Return the operands' shardings if the decision reshards none of them, else None."""

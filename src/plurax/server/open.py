@@ -1,4 +1,4 @@
-"""Start the workers and servers of a run."""
+"""Start the workers and servers of a run: the transports, by name, and who starts which."""
 
 from collections.abc import Callable, Sequence
 

@@ -26,6 +26,12 @@ from plurax import errors
 from plurax.sources import arrow
 from plurax.sources.source import Reading, Source
 
+COLUMN_ADVICE = errors.ColumnAdvice(
+    numbered="polars.read_parquet(...)[{name!r}].cast(polars.Categorical).to_physical()",
+    left_out="polars.scan_parquet(...).drop({name!r}).sink_parquet(...), of any size",
+    filled="polars.scan_parquet(...).drop_nulls({name!r}).sink_parquet(...), of any size",
+)
+
 IN_MEMORY = 2**30
 """The largest files, in bytes once decoded, that are read whole."""
 
@@ -220,7 +226,7 @@ class Blocks(Source):
         parts: list[dict[str, np.ndarray]] = []
         for index in blocks:
             file, block = self._places[index]
-            columns = arrow.arrays(self._what, self._table(file, block), "a file")
+            columns = arrow.arrays(self._what, self._table(file, block), COLUMN_ADVICE)
             if parts and _shapes(columns) != _shapes(parts[0]):
                 raise errors.BatchError(
                     f"{self._what}: the columns of {self._paths[file]} are not those of "

@@ -17,6 +17,12 @@ from plurax import errors
 from plurax.sources import arrow
 from plurax.sources.source import Examples, Reading, Source, Table
 
+COLUMN_ADVICE = errors.ColumnAdvice(
+    numbered="{frame}.class_encode_column({name!r})",
+    left_out="{frame}.remove_columns({name!r})",
+    filled="{frame}.filter(lambda row: row[{name!r}] is not None)",
+)
+
 
 def adapt(what: str, data: Any) -> Any:
     """Return the columns of a Dataset, or a `Source` of examples; other objects as they are.
@@ -50,7 +56,7 @@ def adapt(what: str, data: Any) -> Any:
     def read(rows: Any, wanted: Sequence[str]) -> dict[str, np.ndarray]:
         whole = list(wanted) == list(names)
         chosen = plain if whole else data.with_format("arrow", columns=list(wanted))
-        return arrow.arrays(what, chosen[rows], "Hugging Face")
+        return arrow.arrays(what, chosen[rows], COLUMN_ADVICE)
 
     plain = data.with_format("arrow", columns=names)
     return Table(read).columns(read(slice(0, 1), names), len(data))

@@ -9,6 +9,12 @@ from plurax import errors
 if TYPE_CHECKING:
     import pandas as pd
 
+COLUMN_ADVICE = errors.ColumnAdvice(
+    numbered="{frame}[{name!r}].astype('category').cat.codes",
+    left_out="{frame}.drop(columns={name!r})",
+    filled="{frame}.fillna({{{name!r}: 0}}), or {frame}.dropna()",
+)
+
 
 def adapt(what: str, data: Any) -> Any:
     """Return the columns of a DataFrame by name, without its index; other objects as they are.
@@ -30,11 +36,11 @@ def _array(what: str, name: str, series: "pd.Series[Any]") -> np.ndarray:
 
     if pd.api.types.is_bool_dtype(series.dtype) or pd.api.types.is_numeric_dtype(series.dtype):
         if missing := int(series.isna().sum()):
-            raise errors.column_has_nulls(what, name, missing, "pandas")
+            raise errors.column_has_nulls(what, name, missing, COLUMN_ADVICE)
         # A nullable dtype, Int64 or int64[pyarrow], holds numbers of one of NumPy's.
         return series.to_numpy(dtype=getattr(series.dtype, "numpy_dtype", series.dtype))
     kind = _kind(series)
-    raise errors.column_not_numbers(what, name, str(series.dtype), kind, "pandas")
+    raise errors.column_not_numbers(what, name, str(series.dtype), kind, COLUMN_ADVICE)
 
 
 def _kind(series: "pd.Series[Any]") -> str:

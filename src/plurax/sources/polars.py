@@ -9,6 +9,12 @@ from plurax import errors
 if TYPE_CHECKING:
     import polars as pl
 
+COLUMN_ADVICE = errors.ColumnAdvice(
+    numbered="{frame}[{name!r}].cast(polars.Categorical).to_physical()",
+    left_out="{frame}.drop({name!r})",
+    filled="{frame}.fill_null(0), or {frame}.drop_nulls({name!r})",
+)
+
 
 def adapt(what: str, data: Any) -> Any:
     """Return the columns of a DataFrame by name; other objects as they are.
@@ -38,7 +44,7 @@ def _array(what: str, series: "pl.Series") -> np.ndarray:
         kinds = {"texts": (pl.String, pl.Categorical, pl.Enum), "lists": (pl.List,)}
         found = [kind for kind, known in kinds.items() if isinstance(inner, known)]
         kind = "times" if inner.is_temporal() else (found or ["objects"])[0]
-        raise errors.column_not_numbers(what, series.name, str(series.dtype), kind, "polars")
+        raise errors.column_not_numbers(what, series.name, str(series.dtype), kind, COLUMN_ADVICE)
     if missing := series.null_count():
-        raise errors.column_has_nulls(what, series.name, missing, "polars")
+        raise errors.column_has_nulls(what, series.name, missing, COLUMN_ADVICE)
     return series.to_numpy()

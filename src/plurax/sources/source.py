@@ -49,7 +49,7 @@ class Source(abc.ABC):
     """Data that are read batch by batch. The batches of an epoch are the same in every run.
 
     The one protocol of data that are no arrays and have no columns: what other libraries, files and
-    iterables give implements it. Training reads it by `plurax.train.StreamData`; prediction and
+    iterables give implements it. Training reads it by `plurax.loop.data.StreamData`; prediction and
     evaluation ask it for batches directly.
 
     **Attributes:** `by_row`, whether plurax forms the batches, and so needs `batch_size`; `kind`,

@@ -22,8 +22,8 @@ Sources: XLA's `ListScheduler` and `DFSMemoryScheduler` (`hlo_memory_scheduler.c
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
+from plurax.jaxpr.product_dims import PRODUCTS
 from plurax.trace.kernels import Kernel, before_products
-from plurax.trace.product_operands import PRODUCTS
 from plurax.trace.step_trace import COLLECTIVES, Block, Value
 
 Size = Callable[[Value], int]

@@ -20,10 +20,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
+from plurax.jaxpr.product_dims import PRODUCTS
 from plurax.trace import xla_cpu
 from plurax.trace.compiler_rules import CompilerRules
 from plurax.trace.product_epilogues import epilogues_of
-from plurax.trace.product_operands import PRODUCTS
 from plurax.trace.step_trace import Block, Op, Value
 
 SAME, OTHER, REUSED = 0, 1, 2

@@ -13,6 +13,7 @@ Source: programs compiled for v5e and v5p (`benchmarks/absent_memory.py`).
 
 from collections import defaultdict
 
+from plurax.jaxpr.product_dims import PRODUCTS
 from plurax.trace.step_trace import Block, Op, Value
 
 
@@ -43,9 +44,6 @@ def only_multiplied(block: Block) -> set[Value]:
     values = {value for op in block.all_ops() for value in (*op.inputs, *op.outputs)}
     return {value for value in values if value.dtype == "float32" and multiplied(value)}
 
-
-PRODUCTS = frozenset(["conv_general_dilated", "dot_general"])
-"""Operations of the matrix unit."""
 
 MOVES = frozenset(["operand", "row", "slice", "stack", "transpose"])
 """Operations that move numbers as they are."""

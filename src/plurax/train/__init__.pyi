@@ -8,7 +8,7 @@ from plurax.loop.data import StreamData as StreamData
 from plurax.loop.iterate import StepOutput as StepOutput
 from plurax.loop.iterate import train_iter as train_iter
 from plurax.loop.run import Run as Run
-from plurax.report.curves import draw_curves as draw_curves
+from plurax.report.curves_picture import draw_curves as draw_curves
 from plurax.state import TrainState as TrainState
 from plurax.train.fit import Fit as Fit
 from plurax.train.replayed import replay as replay

@@ -29,8 +29,8 @@ from plurax.guards.replica_guard import ReplicaGuard
 from plurax.guards.rollback import Rollback, Rollbacks, check_rollback
 from plurax.guards.stop_signals import StopSignals
 from plurax.guards.watchdog import Watchdog
+from plurax.loop.call_hooks import Callbacks
 from plurax.loop.data import as_data
-from plurax.loop.hooks import Callbacks
 from plurax.loop.iterate import train_iter
 from plurax.loop.log_rows import Row
 from plurax.loop.planned_end import PlannedEnd, check_limits

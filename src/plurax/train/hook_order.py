@@ -27,8 +27,8 @@ from plurax.guards.replica_guard import ReplicaGuard
 from plurax.guards.rollback import RollbackHook, Rollbacks
 from plurax.guards.saving import Saving
 from plurax.guards.watchdog import Watchdog, WatchedCalls
+from plurax.loop.call_hooks import Callbacks, Hooks
 from plurax.loop.data import Data
-from plurax.loop.hooks import Callbacks, Hooks
 from plurax.progress.progress_hook import ProgressHook
 from plurax.progress.training_progress import TrainingProgress
 from plurax.run_folder.log import MetricsLog

@@ -17,9 +17,9 @@ from plurax.execute.program import Program
 from plurax.execute.summary import choice_text
 from plurax.guards.rollback import Rollbacks
 from plurax.guards.watchdog import Watchdog
+from plurax.loop.call_hooks import Callbacks
 from plurax.loop.data import Data
 from plurax.loop.epoch_metrics import EpochMetrics, MembersMetrics, NetworkMetrics
-from plurax.loop.hooks import Callbacks
 from plurax.loop.log_rows import Row
 from plurax.notebook import in_notebook
 from plurax.progress.console_progress import ConsoleProgress

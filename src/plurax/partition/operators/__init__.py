@@ -18,7 +18,12 @@ from plurax.partition.operators import (
 from plurax.partition.operators.common import Rule
 from plurax.partition.operators.common import by_default as by_default
 
-# To add an operator: a function here that returns a `Decision`, and its primitive in this table.
+# To add an operator: a function in a module beside this one that returns a `Decision`, and its
+# primitive in this table. One that works entry by entry is named in `compat.ELEMENTWISE` alone.
+# Where it is not named, others take what is always right: `compat.CHEAP` (to be loaded, not
+# recomputed), `jaxpr/row_rules.py` (rows may mix), `jaxpr/batch_minor.py` (batch-major),
+# `sharding/factors.py` (dims kept apart), `trace/work.py`, `trace/liveness.py` (reads all, writes
+# anew), the compilers' rules beside them (a kernel of its own).
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise.elementwise),
     **dict.fromkeys(REDUCTIONS, elementwise.reduction),

@@ -16,6 +16,7 @@ from plurax.report.page.embed import json_value
 from plurax.report.page.run_data import RunData
 from plurax.report.run_series import ENDS, crowds_low, is_number, metrics_of
 from plurax.sweeps.importance import importance
+from plurax.validate import rises
 
 Row = dict[str, Any]
 
@@ -23,9 +24,6 @@ FEWEST_ROWS = 4
 """Networks that are compared as a sweep; fewer stand in the table of runs."""
 MOST_ROWS = 5000
 """Networks of a sweep that are drawn: the first ones."""
-RISING = ("acc", "auc", "f1", "r2", "precision", "recall", "psnr", "ssim", "iou", "bleu", "reward",
-          "return", "score")  # fmt: skip
-"""Parts of the names of metrics that are better where they are larger."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,12 +82,6 @@ def sweeps(runs: Sequence[RunData], folders: Iterable[Path]) -> list[SweepData]:
     tables += [members for run in runs if (members := _of_members(run)) is not None]
     among = _of_runs(runs)
     return tables if among is None else [*tables, among]
-
-
-def rises(metric: str) -> bool:
-    """Return whether a metric is better where it is larger, by its name."""
-    words = metric.lower().replace("-", "_").split("_")
-    return any(word.startswith(RISING) for word in words)
 
 
 def differing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
