@@ -75,3 +75,16 @@ def _explain_all(package: str, modules: dict[str, str | None]) -> None:
         if loaded is not None and module != package and hasattr(loaded, name):
             # In its own module, so that pickle finds it there by its name.
             setattr(loaded, name, explain(f"{package}.{name}", getattr(loaded, name)))
+
+
+def imported(module: str, what: str, package: str, extra: str) -> Any:
+    """Return a module that not every installation has.
+
+    Raises `MissingPackageError`, which says for `what` it is needed, and what to install.
+    """
+    from plurax import errors
+
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise errors.package_missing(what, package, extra) from None

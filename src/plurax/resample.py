@@ -26,6 +26,7 @@ through the network again ("cycle walking"). Example: `permuted_index(i, size=7,
 Source: J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -49,17 +50,17 @@ Word = UInt32[Array, "..."]
 class Resample(Protocol):
     """How a member draws its rows. Frozen and comparable; checkpoints save its `repr`."""
 
+    @abc.abstractmethod
     def size(self, count: int, member: int) -> int:
         """Return the number of draws in one pass of a member over data of `count` rows."""
-        ...
 
+    @abc.abstractmethod
     def choose(self, draw: Word, count: int, seed: Word, member: Word) -> Word:
         """Return the row of a draw; elementwise over `draw`, the others scalars; all uint32."""
-        ...
 
     def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
-        """Return the rows that a member never trains on, ascending, int64."""
-        ...
+        """Return the rows that a member never trains on, ascending, int64: "out of bag"."""
+        return np.setdiff1d(np.arange(count), draws(self, count, seed, member))
 
 
 def hash_u32(*words: Word | int) -> Word:
@@ -127,7 +128,7 @@ def bounded(word: Word, size: Word | int) -> Word:
 
 
 @dataclasses.dataclass(frozen=True)
-class Everything:
+class Everything(Resample):
     """Every row once in a pass: no resampling."""
 
     def size(self, count: int, member: int) -> int:
@@ -138,13 +139,9 @@ class Everything:
         """Return the draw itself."""
         return draw
 
-    def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
-        """Return no rows."""
-        return np.zeros(0, np.int64)
-
 
 @dataclasses.dataclass(frozen=True)
-class Bootstrap:
+class Bootstrap(Resample):
     """As many draws as there are rows, with replacement (B. Efron, Ann. Statist. 7, 1979).
 
     A member's draws stay the same in every epoch; only their order changes.
@@ -158,13 +155,9 @@ class Bootstrap:
         """Return a row hashed from seed, member and draw."""
         return bounded(hash_u32(seed, member, draw, 0xB007), count)
 
-    def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
-        """Return the rows that no draw took ("out of bag"), about 37 %."""
-        return np.setdiff1d(np.arange(count), draws(self, count, seed, member))
-
 
 @dataclasses.dataclass(frozen=True)
-class KFold:
+class KFold(Resample):
     """Member `m` trains on all rows except those of fold `m mod folds`.
 
     Folds are disjoint, complete, differ in size by at most one row, and are the same for all
@@ -206,13 +199,9 @@ class KFold:
         position = jnp.where(draw < start, draw, draw + (stop - start))
         return permuted_index(position, count, hash_u32(self.seed, 0xF01D))
 
-    def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
-        """Return the rows of the member's fold."""
-        return np.setdiff1d(np.arange(count), draws(self, count, seed, member))
-
 
 @dataclasses.dataclass(frozen=True)
-class Subsample:
+class Subsample(Resample):
     """Member `m` trains on `sizes[m mod len(sizes)]` rows drawn without replacement.
 
     For learning curves over data sizes. Sizes are whole numbers of rows, or fractions below 1:
@@ -245,10 +234,6 @@ class Subsample:
     def choose(self, draw: Word, count: int, seed: Word, member: Word) -> Word:
         """Return the row at place `draw` of a permutation of all rows that is the member's own."""
         return permuted_index(draw, count, hash_u32(seed, member, 0x5AB5))
-
-    def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
-        """Return the rows not drawn."""
-        return np.setdiff1d(np.arange(count), draws(self, count, seed, member))
 
 
 def _size(value: Any) -> float | None:

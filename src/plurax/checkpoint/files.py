@@ -4,10 +4,12 @@ Orbax reports a truncated file by various errors, and a changed byte often not a
 damage before Orbax opens a file; any later error of Orbax is not damage.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from plurax import errors
@@ -16,6 +18,15 @@ from plurax.reading import parse_json
 from plurax.validate import local_path
 
 DIGESTS = "sha256.json"
+
+
+@contextlib.contextmanager
+def save_errors(directory: Path) -> Iterator[None]:
+    """Raise `DiskError` for an `OSError` while a run's folder or its checkpoints are written."""
+    try:
+        yield
+    except OSError as error:
+        raise errors.checkpoint_not_written(str(directory), str(error)) from None
 
 
 def write_digests(directory: Path) -> None:

@@ -30,7 +30,7 @@ from jaxtyping import PyTree
 from plurax import errors, tree
 from plurax.checkpoint.damage import Damage
 from plurax.checkpoint.description import read_description, sealed
-from plurax.checkpoint.files import usable_folder, verify_files
+from plurax.checkpoint.files import save_errors, usable_folder, verify_files
 from plurax.checkpoint.limited_wait import LimitedWait
 from plurax.checkpoint.lock import LOCK, FolderLock
 from plurax.checkpoint.save_barrier import SaveBarrier
@@ -135,7 +135,7 @@ class Checkpoints:
                 self._lock.release()
 
     def _become_writer(self) -> None:
-        try:
+        with save_errors(self.directory):
             make_folder(self.directory)
             if not self._lock.held:
                 self._lock.acquire()
@@ -143,8 +143,6 @@ class Checkpoints:
             self._remove_unfinished()
             for step in filter(self._is_there, self._damaged):
                 self._set_aside(step)
-        except OSError as error:
-            raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
     def _check_shared(self) -> None:
         """Raise `CheckpointError` unless every process sees the directory of the first one.
@@ -166,22 +164,18 @@ class Checkpoints:
     def _write_probe(self) -> str:
         """Create an empty file that no earlier run has, and return its name."""
         probe = self.directory / f"{PROBE}{secrets.token_hex(8)}"
-        try:
+        with save_errors(self.directory):
             probe.touch()
             return probe.name
-        except OSError as error:
-            raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
     def _open_manager(self) -> None:
         from plurax.checkpoint.arrays import open_manager
 
-        try:
+        with save_errors(self.directory):
             if self._barrier is None and self._group.count > 1:
                 self._barrier = SaveBarrier(open_group(), self.directory)
             preserved, barrier = self._preserved, self._barrier
             self._manager = open_manager(self.directory, preserved, SAVE_SECONDS, barrier)
-        except OSError as error:
-            raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
     def _remove_unfinished(self) -> None:
         for unfinished in self.directory.glob("*.orbax-checkpoint-tmp*"):
@@ -199,10 +193,8 @@ class Checkpoints:
             self._lock.release()
 
     def _is_in_place(self) -> bool:
-        try:
+        with save_errors(self.directory):
             return self._place is None or self._place.is_there()
-        except OSError as error:
-            raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
     def _close_manager(self) -> None:
         """Close Orbax's manager, which raises each error of a save that failed once more."""
@@ -268,11 +260,9 @@ class Checkpoints:
             ) from None
 
     def _verify(self, step: int) -> None:
-        try:
+        with save_errors(self.directory):
             read_description(self.directory / str(step))
             verify_files(self.directory / str(step) / "state")
-        except OSError as error:
-            raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
     def move_all(self, target: Path) -> None:
         """Move all checkpoints, including damaged ones, to a new directory. Raises `OSError`."""
@@ -299,15 +289,13 @@ class Checkpoints:
         self._manager.reload()
 
     def _remove_after(self, step: int) -> None:
-        try:
+        with save_errors(self.directory):
             for later in reversed(self.steps()):
                 if later > step:
                     aside = self.directory / f"{later}.orbax-checkpoint-tmp-removed"
                     (self.directory / str(later)).rename(aside)
             sync_folder(self.directory)
             self._remove_unfinished()
-        except OSError as error:
-            raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
     def wait(self) -> None:
         """Wait until all saves are on disk.

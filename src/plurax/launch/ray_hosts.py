@@ -32,6 +32,7 @@ from plurax.launch.network_hosts import free_port
 from plurax.launch.output import Output
 from plurax.launch.protocol import Message
 from plurax.launch.settings import Settings
+from plurax.lazy import imported
 
 READY_SECONDS = 120.0
 """For the cluster to have enough hosts free."""
@@ -77,11 +78,7 @@ def _ray() -> Any:
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
-    try:
-        import ray
-    except ImportError:
-        raise errors.package_missing("plurax launch --ray", "ray", "ray") from None
-    return ray
+    return imported("ray", "plurax launch --ray", "ray", "ray")
 
 
 class RayHosts(Hosts):

@@ -1,13 +1,12 @@
 """Log the rows of a run to TensorBoard, MLflow, or Weights & Biases."""
 
-import importlib
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from plurax import errors
 from plurax.disk import log_errors
 from plurax.event_file import EventFile
+from plurax.lazy import imported
 from plurax.loggers.logger import StepLogger
 from plurax.loop.hook import StateHook
 from plurax.loop.log_rows import Row, named_numbers
@@ -59,7 +58,7 @@ class Mlflow(StepLogger, StateHook):
         super().__init__(every)
         self._experiment, self._uri, self._name = experiment, tracking_uri, name
         self._id: str | None = None
-        self._mlflow = _imported("mlflow", "Mlflow")
+        self._mlflow = imported("mlflow", "Mlflow", "mlflow", "mlflow")
 
     def _open(self, run: Run) -> None:
         self._client = self._mlflow.MlflowClient(self._uri)
@@ -114,7 +113,7 @@ class Wandb(StepLogger, StateHook):
         super().__init__(every)
         self._options = {"project": project, "name": name, **options}
         self._id: str | None = None
-        self._wandb = _imported("wandb", "Wandb")
+        self._wandb = imported("wandb", "Wandb", "wandb", "wandb")
 
     def _open(self, run: Run) -> None:
         again = {"id": self._id, "resume": "allow"} if self._id else {}
@@ -143,10 +142,3 @@ def _settings(run: Run) -> dict[str, Any]:
     plan = tomllib.loads(run.program.plan.to_toml())
     members = {} if run.members is None else {"members": run.members.count}
     return {**run.settings, **{f"plan.{name}": value for name, value in plan.items()}, **members}
-
-
-def _imported(package: str, callback: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise errors.package_missing(callback, package, package) from None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from plurax import errors
 from plurax.disk import replacing
+from plurax.lazy import imported
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -16,10 +17,7 @@ HANDLE, LETTER = 0.6, 0.075
 
 def check_matplotlib() -> None:
     """Raise `MissingPackageError` where Matplotlib is not installed, before expensive work."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise errors.package_missing("Drawing", "matplotlib", "pictures") from None
+    imported("matplotlib.figure", "Drawing", "matplotlib", "pictures")
 
 
 def new_figure(

@@ -8,6 +8,7 @@ from typing import Any
 
 from plurax import errors
 from plurax.checkpoint import Checkpoints
+from plurax.checkpoint.files import save_errors
 from plurax.disk import AppendFile, replace_file, sync_folder
 from plurax.execute.array_data import ArrayData
 from plurax.execute.program import Program
@@ -76,7 +77,7 @@ def save_settings(
 
     Raises `CheckpointError` where writing fails.
     """
-    try:
+    with save_errors(output):
         replace_file(output / "plan.toml", program.plan.to_toml().encode())
         if machine is not None:
             replace_file(output / "machine.toml", machine.to_toml().encode())
@@ -86,8 +87,6 @@ def save_settings(
         starts = AppendFile(output / STARTS)
         starts.write(encode_row({"step": step, "time": utc_now()}))
         starts.close()
-    except OSError as error:
-        raise errors.checkpoint_not_written(str(output), str(error)) from None
 
 
 def move_run_aside(checkpoints: Checkpoints) -> None:
@@ -97,7 +96,7 @@ def move_run_aside(checkpoints: Checkpoints) -> None:
     will not overwrite. Raises `CheckpointError` where moving fails.
     """
     output = checkpoints.directory.parent
-    try:
+    with save_errors(output):
         there = [output / name for name in FILES if (output / name).exists()]
         if not there and not checkpoints.steps() and not checkpoints.damaged():
             return
@@ -111,5 +110,3 @@ def move_run_aside(checkpoints: Checkpoints) -> None:
         for folder in (target, output):
             sync_folder(folder)
         checkpoints.move_all(target / "checkpoints")
-    except OSError as error:
-        raise errors.checkpoint_not_written(str(output), str(error)) from None

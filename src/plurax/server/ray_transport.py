@@ -44,6 +44,7 @@ import jax
 from plurax import errors
 from plurax.distributed.initialize import end_at_once
 from plurax.execute.program_cache import TRACING
+from plurax.lazy import imported
 from plurax.locked_folder import LockedFolder
 from plurax.mesh import cpu_devices
 from plurax.reaper import Reaper
@@ -518,11 +519,7 @@ def _ray(address: str | None) -> Any:
     # A wrong token is asked for once a second, twenty times, unless we say how often.
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        import ray
-    except ImportError:
-        raise errors.package_missing("Servers(transport='ray')", "ray", "ray") from None
-    return ray
+    return imported("ray", "Servers(transport='ray')", "ray", "ray")
 
 
 def _new_token() -> Path:

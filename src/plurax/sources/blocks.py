@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.lazy import imported
 from plurax.sources import arrow
 from plurax.sources.source import Reading, Source
 
@@ -118,12 +119,8 @@ def open_tables(what: str, paths: Sequence[Path]) -> PyTree:
     Raises `MissingPackageError` without pyarrow or Grain, and `BatchError` for a column that does
     not hold numbers.
     """
-    try:
-        import grain  # noqa: F401
-        import pyarrow as pa  # noqa: F401
-    except ImportError:
-        raise errors.package_missing("Reading Parquet and Arrow files", "pyarrow and grain",
-                                     "parquet") from None  # fmt: skip
+    for package in ("grain", "pyarrow"):
+        imported(package, "Reading Parquet and Arrow files", "pyarrow and grain", "parquet")
     kind = ParquetTable if paths[0].suffix == ".parquet" else ArrowTable
     files = [kind(path) for path in paths]
     found = Blocks(what, paths, files)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from plurax import errors, tree
+from plurax.lazy import imported
 from plurax.reading import refusing
 from plurax.validate import local_path
 
@@ -51,19 +52,13 @@ def _named(arrays: Any) -> dict[str, np.ndarray]:
 
 
 def _read_safetensors(path: Path) -> Any:
-    try:
-        from safetensors.numpy import load_file
-    except ImportError:
-        raise errors.package_missing(".safetensors files", "safetensors", "safetensors") from None
-    return load_file(path)
+    safetensors = imported("safetensors.numpy", ".safetensors files", "safetensors", "safetensors")
+    return safetensors.load_file(path)
 
 
 def _read_msgpack(path: Path) -> Any:
-    try:
-        from flax.serialization import msgpack_restore
-    except ImportError:
-        raise errors.package_missing(".msgpack files", "flax", "flax") from None
-    return msgpack_restore(path.read_bytes())
+    serialization = imported("flax.serialization", ".msgpack files", "flax", "flax")
+    return serialization.msgpack_restore(path.read_bytes())
 
 
 def _read_orbax(path: Path) -> dict[str, np.ndarray]:

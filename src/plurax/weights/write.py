@@ -8,6 +8,7 @@ from jaxtyping import PyTree
 from plurax import errors, tree
 from plurax.disk import make_folder, replacing
 from plurax.distributed.global_arrays import fetch, is_primary
+from plurax.lazy import imported
 from plurax.validate import local_path
 
 
@@ -26,10 +27,7 @@ def save(params: PyTree, path: str | os.PathLike[str]) -> None:
         raise errors.CheckpointError(
             f"{path}: weights are written to a .safetensors file; name it so."
         )
-    try:
-        from safetensors.numpy import save_file
-    except ImportError:
-        raise errors.package_missing(".safetensors files", "safetensors", "safetensors") from None
+    safetensors = imported("safetensors.numpy", ".safetensors files", "safetensors", "safetensors")
     whole = {name: np.ascontiguousarray(leaf) for name, leaf in named(params).items()}
     for name, leaf in whole.items():
         if leaf.dtype.kind not in "biufV":  # V: bfloat16
@@ -37,7 +35,7 @@ def save(params: PyTree, path: str | os.PathLike[str]) -> None:
     if is_primary():
         make_folder(path.parent)
         with replacing(path) as new:
-            save_file(whole, new)
+            safetensors.save_file(whole, new)
 
 
 def named(params: PyTree) -> dict[str, np.ndarray]:
