@@ -345,8 +345,11 @@ def planned_bytes(name: str, machines: Iterable[str]) -> dict[str, int]:
     """Return the planned peak of a row on each machine."""
     model, plan = row_of(name)
     trace = record_step(model.task, OPTIMIZER, plan, model.batch)
-    platforms = {machine: Target.of(machine).machine.platform for machine in machines}
-    return {machine: peak_bytes(trace, platform) for machine, platform in platforms.items()}
+    described = {machine: Target.of(machine).machine for machine in machines}
+    return {
+        name: peak_bytes(trace, machine.platform, machine.fast_memory)
+        for name, machine in described.items()
+    }
 
 
 def stored() -> dict[str, Any]:

@@ -94,6 +94,9 @@ class Machine:
     `plurax machine --runs`. All seconds are multiplied by it."""
     platform: str = "cpu"
     """`cpu`, `gpu` or `tpu`: whose compiler makes its programs. Memory is planned by its rules."""
+    fast_memory: float = 0.0
+    """The bytes of a TPU's fast memory in which its compiler places arrays, what kernels need for
+    themselves taken off; 0 where they are not known, and not counted on."""
 
     def __post_init__(self) -> None:
         where = f"Machine({self.name!r})"
@@ -243,6 +246,7 @@ class Machine:
             groups=groups,
             correction=max(kind.correction for kind in kinds),
             platform=kinds[0].platform,
+            fast_memory=min(kind.fast_memory for kind in kinds),
         )
 
     def rates_of(self, devices: Iterable[int]) -> "Machine":
@@ -482,6 +486,8 @@ def _own_fields(value: "Machine | Level", left_out: Sequence[str] = ()) -> dict[
     values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if values.get("platform") == "cpu":  # files written before there was another are as they were
         del values["platform"]
+    if values.get("fast_memory") == 0:
+        del values["fast_memory"]
     return {name: own for name, own in values.items() if name not in left_out}
 
 

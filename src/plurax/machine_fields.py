@@ -150,7 +150,7 @@ MACHINE_FIELDS: Mapping[str, Check] = {
     "memory": lambda where, field, value: int(_positive(where, field, value)),
     **dict.fromkeys(("memory_bandwidth", "correction"), _positive),
     "efficiency": _efficiency,
-    **dict.fromkeys(("overhead", "half_dim"), _at_least_zero),
+    **dict.fromkeys(("overhead", "half_dim", "fast_memory"), _at_least_zero),
     "platform": _platform,
     "levels": _levels,
     "groups": check_groups,

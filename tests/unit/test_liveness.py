@@ -18,7 +18,7 @@ from plurax.trace.compilers import COMPILERS, rules_of
 from plurax.trace.flatten import Flattener
 from plurax.trace.kernel_order import breadth_first, depth_first, gradients_late, list_order
 from plurax.trace.kernels import before_products, kernels
-from plurax.trace.liveness import Buffer, pack, peak_bytes, temporaries
+from plurax.trace.liveness import Buffer, outside, pack, peak_bytes, temporaries
 from plurax.trace.product_operands import only_multiplied
 from plurax.trace.step_trace import Value
 from plurax.trace.xla_tpu import tiled_size
@@ -397,6 +397,65 @@ def test_sums_of_gradients_are_not_combined_with_those_of_the_backward_pass_on_g
     assert (len(sums("cpu")), len(sums("gpu"))) == (1, 2)
 
 
+def test_a_product_on_a_tpu_computes_what_it_multiplies():
+    """GELU is computed in the products that read it, and a residual is added in a product."""
+
+    def fun(x, w):
+        h = x @ w
+        return jax.nn.gelu(h) @ w + x, w @ jax.nn.gelu(h)
+
+    block = flat(fun, x, y)
+    rules = rules_of("tpu").without_loops
+    names = [kernel.root.name for kernel in kernels(block, rules=rules)]
+    assert names == ["dot_general", "add", "dot_general"]
+    assert round(temporaries(block, [], rules_of("tpu")) / MATRIX, 2) == 3  # h and two results
+    names = [kernel.root.name for kernel in kernels(block, rules=rules_of("tpu"))]
+    assert {"mul", "add"} < set(names)  # with loops both are computed apart
+
+
+def test_convolutions_on_tpus_read_what_they_convolve_from_memory():
+    image = jax.ShapeDtypeStruct((8, 32, 32, 128), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((3, 3, 128, 128), jnp.float32)
+
+    def fun(image, kernel):
+        dims = ("NHWC", "HWIO", "NHWC")
+        again = jnp.tanh(image)
+        return [
+            jax.lax.conv_general_dilated(again, kernel, (1, 1), "SAME", dimension_numbers=dims)
+            for _ in range(2)
+        ]
+
+    found = kernels(flat(fun, image, kernel), rules=rules_of("tpu").without_loops)
+    assert "tanh" in [kernel.root.name for kernel in found]
+
+
+def test_what_is_in_fast_memory_needs_no_other():
+    def buffer(size, start, end):
+        one = Buffer(size, start)
+        one.end = end
+        return one
+
+    long, short, large = buffer(4, 0, 9), buffer(4, 2, 3), buffer(64, 0, 1)
+    assert outside([long, short, large], 4) == [large, long]
+    # 4 bytes are kept free for the next operand: of the two others the one in use longer is left.
+    assert outside([long, short, large], 8) == [large, long]
+    assert outside([long, short, large], 12) == [large]
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_fast_memory_is_not_counted_on_in_programs_with_loops(loop):
+    def fun(x, w):
+        h = x @ w
+        if loop:
+            h = jax.lax.scan(lambda h, _: (h + 1, None), h, None, length=3)[0]
+        return jnp.sum(h @ w)
+
+    block = flat(fun, x, y)
+    rules = rules_of("tpu")
+    held = [temporaries(block, [], rules, size) for size in (0, 16 * MATRIX)]
+    assert (held[1] < held[0]) != loop
+
+
 def test_tiles_of_a_tpu():
     """Of the dims, those two are the last that leave the least unused."""
     assert tiled_size((6, 96, 3, 12, 64)) == 6 * 3 * 12 * 64 * 128  # 96 of each 128
@@ -418,9 +477,10 @@ def test_what_only_products_read_is_kept_in_bfloat16_on_tpus():
     (tanh,) = (op.outputs[0] for op in block.ops if op.name == "tanh")
     assert only_multiplied(block) == {tanh, block.inputs[1]}
     assert only_multiplied(flat(lambda x, w: fun(x, w, "highest"), x, y)) == set()
+    looped = dataclasses.replace(rules_of("tpu"), without_loops=None)
     # Beside it both results are in memory.
     assert round(temporaries(block, [], rules_of("cpu")) / MATRIX, 2) == 3
-    assert round(temporaries(block, [], rules_of("tpu")) / MATRIX, 2) == 2.5
+    assert round(temporaries(block, [], looped) / MATRIX, 2) == 2.5
 
 
 def test_a_stack_that_only_products_read_is_kept_in_bfloat16_on_tpus():

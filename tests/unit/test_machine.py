@@ -32,6 +32,7 @@ kinds = st.builds(
     overhead=numbers,
     efficiency=st.floats(1e-9, 1.0),
     half_dim=numbers,
+    fast_memory=numbers,
     correction=positive,
 )
 

@@ -268,7 +268,7 @@ def compiled_for(
         assert isinstance(task, Task)
         trace = record_step(task, optimizer, plan, batch)
         planned = every_collective(trace) if traced is None else _planned(function, traced, trace)
-        peak = peak_bytes(trace, target.machine.platform) if is_step else None
+        peak = peak_bytes(trace, *_compiler_of(target.machine)) if is_step else None
     module, held = parse(compiled.as_text() or ""), memory(compiled)
     schedule = walk_schedule(module, program.mesh, target.machine, target.clock)
     if is_step and held.peak > target.machine.memory:
@@ -336,6 +336,11 @@ def _planned(function: Function, traced: jax.stages.Traced, step: StepTrace) -> 
     return collectives_of(block, axes, step.pipeline if function == "gradients" else None)
 
 
+def _compiler_of(machine: Machine) -> tuple[str, float]:
+    """Return what `peak_bytes` has to know of a machine."""
+    return machine.platform, machine.fast_memory
+
+
 def _lighter(task: Any, optimizer: Any, plan: Plan, batch: PyTree, machine: Machine) -> Plan | None:
     """Return the plan nearest to one that should fit a device of a machine, None if none does.
 
@@ -352,7 +357,7 @@ def _lighter(task: Any, optimizer: Any, plan: Plan, batch: PyTree, machine: Mach
             lighter = dataclasses.replace(plan, remat=remat, microbatches=microbatches, zero=zero)
             if lighter == plan:
                 continue
-            peak = peak_bytes(record_step(task, optimizer, lighter, batch), machine.platform)
+            peak = peak_bytes(record_step(task, optimizer, lighter, batch), *_compiler_of(machine))
             if peak + rules_of(machine.platform).margin_of(peak) <= machine.memory:
                 return lighter
         except errors.PlanError:  # of a combination that there is not

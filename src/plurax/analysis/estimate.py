@@ -186,7 +186,7 @@ def estimate_trace(trace: StepTrace, machine: Machine) -> Estimate:
     clock, work = Clock(trace.plan, machine), work_of_step(trace)
     gradient, flops = clock.gradient(work, trace.pipeline)
     rules = rules_of(machine.platform)
-    needed = temporaries(trace.block, trace.state, rules)
+    needed = temporaries(trace.block, trace.state, rules, machine.fast_memory)
     padding = sum(rules.size(value, False) - value.bytes for value in trace.arguments)
     gradients = min(trace.memory.gradients, needed)
     memory = {

@@ -35,9 +35,12 @@ class CompilerRules:
     - `fuses_chains`: whether elementwise operations that have one reader are fused before it is
       decided what that reads.
     - `fuses_epilogues`: whether a matrix product computes the elementwise operations after it.
+    - `fuses_operands`: whether a product computes elementwise what it multiplies, and reads other
+      results too in the operations after it.
     - `overlaps`: whether collectives run beside other work, for which gradients wait.
     - `order`: of kernels.
     - `size`: the bytes of an array in memory; the flag says that nothing but products reads it.
+    - `without_loops`: the rules of a program that has no loop, where they are others.
     - `margin`: the share of the planned peak by which a compiled one may be larger.
     """
 
@@ -50,10 +53,12 @@ class CompilerRules:
     hoists_masks: bool
     fuses_chains: bool
     fuses_epilogues: bool
+    fuses_operands: bool
     overlaps: bool
     order: Order
     size: Callable[[Value, bool], int]
     margin: float
+    without_loops: "CompilerRules | None" = None
 
     def margin_of(self, peak: int) -> int:
         """Return the bytes by which a compiler may need more than a planned peak."""
@@ -62,4 +67,5 @@ class CompilerRules:
     @property
     def readers(self) -> frozenset[str]:
         """Operations into which others are fused."""
-        return self.fusible | REDUCTIONS | self.in_place
+        products = frozenset(["dot_general"] if self.fuses_operands else [])
+        return self.fusible | REDUCTIONS | self.in_place | products

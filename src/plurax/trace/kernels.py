@@ -107,7 +107,8 @@ def kernels(
     updated = {op.inputs[0] for op in block.ops if op.name == "dynamic_update_slice" and op.inputs}
     spread = {op.outputs[0] for op in block.ops if op.name in ("broadcast_in_dim", "iota")}
     sources = _sources(block) if rules.fuses_chains else {}
-    ends, epilogues = epilogues_of(block) if rules.fuses_epilogues else ({}, set[Op]())
+    closed = rules.fuses_epilogues and not rules.fuses_operands
+    ends, epilogues = epilogues_of(block, not closed) if rules.fuses_epilogues else ({}, set[Op]())
     for op in reversed(block.ops):
         kept = any(value in needed for value in op.outputs) or op in ends.values()
         if op.name == "stack":
@@ -118,7 +119,7 @@ def kernels(
         apart = op.name == "dynamic_slice" and op.inputs[:1] and op.inputs[0] in updated
         if op in ends:
             into: list[Kernel] | None = readers[op.outputs[0]]
-        elif kept or apart or _is_closed(op, readers, epilogues):
+        elif kept or apart or (closed and _is_closed(op, readers, epilogues)):
             into = None
         else:
             into = _into(op, readers, lambda op: _arrays_read(op, spread, sources), rules)

@@ -24,6 +24,7 @@ Sources: XLA's `BufferAssignment` and `GlobalDecreasingSizeBestFitHeap`
 """
 
 import bisect
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,28 +38,37 @@ from plurax.trace.product_operands import only_multiplied
 from plurax.trace.step_trace import Block, Op, StepTrace, Value
 
 
-def peak_bytes(trace: StepTrace, platform: str = "cpu") -> int:
+def peak_bytes(trace: StepTrace, platform: str = "cpu", fast_memory: float = 0) -> int:
     """Return the most bytes that one device holds in a step: arguments, results, temporaries.
 
-    **Arguments:** `platform`, whose compiler's rules are followed.
+    **Arguments:** `platform`, whose compiler's rules are followed; `fast_memory`, its bytes in
+    which temporaries are that need none of a device's memory.
     """
-    return block_peak(trace.block, trace.state, platform)
+    return block_peak(trace.block, trace.state, platform, fast_memory)
 
 
-def block_peak(block: Block, state: Sequence[Value], platform: str) -> int:
+def block_peak(block: Block, state: Sequence[Value], platform: str, fast_memory: float = 0) -> int:
     """Return `peak_bytes` of a program whose results begin with its new `state`."""
     rules = rules_of(platform)
     held = [*block.inputs, *block.outputs[len(state) :]]
     arrays = sum(rules.size(value, False) for value in held if value)
-    return arrays + temporaries(block, state, rules)
+    return arrays + temporaries(block, state, rules, fast_memory)
 
 
-def temporaries(block: Block, state: Sequence[Value], rules: CompilerRules = xla_cpu.RULES) -> int:
+def temporaries(
+    block: Block,
+    state: Sequence[Value],
+    rules: CompilerRules = xla_cpu.RULES,
+    fast_memory: float = 0,
+) -> int:
     """Return the bytes that XLA allocates for temporaries.
 
     **Arguments:** `block`, a program; `state`, the inputs in whose memory its first results are;
-    `rules`, of the compiler.
+    `rules`, of the compiler; `fast_memory`, bytes that are there beside a device's memory.
     """
+    loops = any(op.blocks and op.name != "cond" for op in block.ops)
+    if rules.without_loops is not None and not loops:
+        rules = rules.without_loops
     multiplied = only_multiplied(block)
     lifetimes = Lifetimes(rules, lambda value: rules.size(value, value in multiplied))
     homes = {
@@ -70,6 +80,8 @@ def temporaries(block: Block, state: Sequence[Value], rules: CompilerRules = xla
     if not rules.overwrites_reduced:
         lifetimes.reduced.update(_reduced(found))
     lifetimes.run(block, found, homes)
+    if fast_memory and not loops:
+        return pack(outside(lifetimes.buffers, int(fast_memory)))
     return pack(lifetimes.buffers)
 
 
@@ -281,6 +293,24 @@ def pack(buffers: Sequence[Buffer]) -> int:
         _packed(large, lambda one: (-one.size,)),
         _packed(large, lambda one: (one.start - one.end, -one.size)),
     )
+
+
+def outside(buffers: Sequence[Buffer], fast_memory: int) -> list[Buffer]:
+    """Return the buffers for which there is no room in a fast memory of so many bytes.
+
+    Those in use the shortest are there first. Beside what a kernel reads there is room for the
+    largest operand of the next one, which is fetched meanwhile.
+    """
+    room = fast_memory - max((b.size for b in buffers if 2 * b.size <= fast_memory), default=0)
+    used: Counter[int] = Counter()
+    left = []
+    for buffer in sorted(buffers, key=lambda buffer: buffer.end - buffer.start):
+        clocks = range(buffer.start, buffer.end + 1)
+        if max(used[clock] for clock in clocks) + buffer.size <= room:
+            used.update(dict.fromkeys(clocks, buffer.size))
+        else:
+            left.append(buffer)
+    return left
 
 
 def _packed(buffers: Sequence[Buffer], key: Callable[[Buffer], tuple[int, ...]]) -> int:

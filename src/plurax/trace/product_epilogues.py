@@ -17,8 +17,11 @@ from plurax.jaxpr.compat import ELEMENTWISE
 from plurax.trace.step_trace import Block, Op, Value
 
 
-def epilogues_of(block: Block) -> tuple[dict[Op, Op], set[Op]]:
-    """Return for each product with an epilogue its last operation, and all operations of these."""
+def epilogues_of(block: Block, reads_any: bool = False) -> tuple[dict[Op, Op], set[Op]]:
+    """Return for each product with an epilogue its last operation, and all operations of these.
+
+    **Arguments:** `reads_any`, whether an epilogue reads what is computed in the block.
+    """
     readers = _readers(block)
     outside = set(block.inputs)
     outside.update(
@@ -36,7 +39,9 @@ def epilogues_of(block: Block) -> tuple[dict[Op, Op], set[Op]]:
         while (reader := _only(readers[end.outputs[0]])) is not None:
             own = end.outputs[0]
             same = reader.name in ELEMENTWISE and reader.outputs[0].size == own.size
-            if not same or reader in inside or computed.intersection(reader.inputs) != {own}:
+            if not same or reader in inside:
+                break
+            if not reads_any and computed.intersection(reader.inputs) != {own}:
                 break
             end = reader
             inside.add(end)

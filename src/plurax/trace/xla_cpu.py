@@ -43,6 +43,7 @@ RULES = CompilerRules(
     hoists_masks=False,
     fuses_chains=False,
     fuses_epilogues=False,
+    fuses_operands=False,
     overlaps=False,
     order="breadth first",
     size=lambda value, multiplied: value.bytes,
