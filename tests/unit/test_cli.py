@@ -640,7 +640,7 @@ def test_a_plan_is_searched_drawn_and_saved(workplace, capsys, drawn):
     level = px.analysis.Level("node", 4, 1e12)
     px.Machine("slow products", {"float32": 1e8}, 1e9, 1e12, [level]).save("slow.toml")
     options = ("--search", "--machine", "slow.toml", "--plan.tensor", 1, "--save", "found.toml")
-    options += ("--output", "pictures", "--seconds", 1)
+    options += ("--output", "pictures")
     code, out, _ = run(capsys, "plan", "small.py", *options)
     assert code == 0
     assert "plans for slow products" in out
