@@ -138,15 +138,15 @@ def _results(
         before = needed(eqns, [*tied, *loop.invars], known)
         known |= _computed(before, known)
         known |= zip(tied, lax.optimization_barrier([known[var] for var in tied]), strict=True)
-        done = {id(eqn) for eqn in before}
-        if reduce is not None:
-            stacks = _wanted_stacks(loop, wanted)
-            out = _ReducingLoop(loop, stacks, reduce).run(
-                [_value(atom, known) for atom in loop.invars]
-            )
-            known |= zip(loop.outvars, out, strict=True)
-            reduced.update(loop.outvars[index] for index in stacks)
-            done.add(id(loop))
+        operands = [_value(atom, known) for atom in loop.invars]
+        if reduce is None:
+            out = _run_loop(loop, operands)
+        else:
+            reducing = _wanted_stacks(loop, wanted)
+            out = _ReducingLoop(loop, reducing, reduce).run(operands)
+            reduced.update(loop.outvars[index] for index in reducing)
+        known |= zip(loop.outvars, out, strict=True)
+        done = {id(eqn) for eqn in (*before, loop)}
         eqns = [eqn for eqn in eqns if id(eqn) not in done]
     known |= _computed(eqns, known)
     out = [_value(atom, known) for atom in flat.results]
@@ -164,6 +164,18 @@ def _wanted_stacks(eqn: Any, wanted: Container[Any]) -> list[int]:
     """Return the indices of the stacked results of a loop that are `wanted`."""
     first = Scan.of(eqn).num_carry if eqn.primitive.name == "scan" else len(eqn.outvars)
     return [i for i, var in enumerate(eqn.outvars) if i >= first and var in wanted]
+
+
+def _run_loop(eqn: Any, operands: Sequence[Any]) -> list[Array]:
+    """Run a `scan` by its body alone: the equation's other parameters count other operands, since
+    rows are read inside."""
+    scan = Scan.of(eqn)
+    consts, carry, stacks = scan.split(operands)
+
+    def iteration(carry: Sequence[Any], rows: Sequence[Any]) -> list[Array]:
+        return interpret(scan.body, scan.body_consts, [*consts, *carry, *rows])
+
+    return scan.run(iteration, carry, stacks)
 
 
 def _computed(eqns: Sequence[Any], known: Mapping[Any, Any]) -> dict[Any, Array]:
