@@ -43,8 +43,8 @@ def trained(name, plan, dtype, sizes=(LARGEST, 10, 1), *, everything=True):
     eps = 1e-4 if dtype == jnp.float32 else 1e-8
     optimizer = optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2, eps=eps))
     program = px.compile(task, optimizer, plan, batch)
-    # Of other seeds, such as 3, the network nearly hits the one example of the last step: the gradient
-    # is a difference of nearly equal numbers, of which float32 keeps four digits.
+    # Of other seeds, such as 3, the network nearly hits the one example of the last step, whose
+    # gradient is then a difference of nearly equal numbers: float32 keeps four digits of it.
     state = program.init(seed=4)
     for size in sizes:
         state, metrics = program.step(state, models.cut(batch, size))
