@@ -16,7 +16,13 @@ import plurax as px
 from plurax.execute.recorder import record_step
 from plurax.trace.compilers import COMPILERS, rules_of
 from plurax.trace.flatten import Flattener
-from plurax.trace.kernel_order import breadth_first, depth_first, gradients_late, list_order
+from plurax.trace.kernel_order import (
+    GATHERS,
+    breadth_first,
+    depth_first,
+    gradients_late,
+    list_order,
+)
 from plurax.trace.kernels import before_products, kernels
 from plurax.trace.liveness import Buffer, outside, pack, peak_bytes, temporaries
 from plurax.trace.product_operands import only_multiplied
@@ -343,6 +349,16 @@ def test_a_gpu_runs_first_what_frees_the_most():
     assert shapes(order) == [(K, 8), (), (K, K), ()]
 
 
+def test_a_weights_gradient_frees_its_layer_on_gpus():
+    """Of eight layers no activation waits for the optimizer, as they do from the results."""
+    task, batch, _ = perceptron(layers=8, width=64, rows=4096)
+    trace = record_step(task, optax.sgd(1e-2), px.Plan(), batch)
+    rules = rules_of("gpu")
+    deep = dataclasses.replace(rules, order="depth first")
+    held = [temporaries(trace.block, trace.state, one) for one in (rules, deep)]
+    assert held[0] < 0.9 * held[1], held
+
+
 def ordered_on_a_gpu(**plan):
     """The kernels of a perceptron's step, in the order that needs the least memory."""
     task, batch, shardings = perceptron()
@@ -375,8 +391,17 @@ def test_gradients_wait_for_the_sums_of_the_backward_pass_on_gpus():
 def test_gradients_wait_for_gathers_on_gpus():
     order = ordered_on_a_gpu(data=4, zero=3)
     late = gradients_late(order)
-    assert late != order
     assert set(late) == set(order)
+    before = before_products(order)
+    first = next(
+        one for one in order if before.isdisjoint(one.outputs) and one.has_any(["dot_general"])
+    )
+    gathers = [
+        sum(one.root.name == "all_gather" for one in line[: line.index(first)])
+        for line in (order, late)
+    ]
+    every = sum(one.root.name == "all_gather" for one in order)
+    assert gathers[0] < gathers[1] == min(every, gathers[0] + GATHERS)
     made = set()
     for kernel in late:
         computed = {value for one in order for value in one.outputs}
