@@ -333,7 +333,7 @@ def together(
         for bucket in packed([likes[i] for i in indices], sizes, resharder.bucket_bytes):
             pack = [indices[number] for number in bucket]
             some, targets = [values[i] for i in pack], [goals[i] for i in pack]
-            if len(pack) == 1:
+            if len(pack) == 1 and resharder.axes.platform != "gpu":
                 moved = [resharder.move(_tied(resharder, some[0], by), targets[0])]
             else:
                 moved = _flat_move(resharder, some, targets, kind, by)
@@ -363,8 +363,8 @@ def _flat_move(
 ) -> list[ShardedValue]:
     """Reshard values of one dtype by one collective over a flat buffer.
 
-    Of a single large one too, on GPUs: their collectives need the split dim to be the major one in
-    memory. The compiler would lay out the gradient like that, and the optimizer's state after it.
+    Of a single one too, on GPUs: their collectives need the split dim to be the major one in
+    memory. The compiler would lay out the parameter or gradient like that, and copy the state.
     """
     context = resharder.context
     steps = [context.steps(value, goal)[0] for value, goal in zip(values, goals, strict=True)]
