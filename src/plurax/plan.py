@@ -107,7 +107,7 @@ data=1 means 'not used'.
     zero: int = 0
     """What is split over `data` besides the batch (ZeRO): 1 the optimizer's state; 2 gradients too,
     reduced to their shards in every microbatch; 3 parameters too, gathered where they are used."""
-    bucket_bytes: int = 25_000_000
+    bucket_bytes: int = 4_000_000
     """With `zero`, the bytes of tensors that one collective gathers over `data`, or reduces
     to shards, and at most 8 tensors. With `zero=3` a device holds two such buckets of parameters:
     the one it computes with, and the next. 1: one collective per tensor."""

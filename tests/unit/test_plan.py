@@ -87,7 +87,7 @@ def test_save_and_load(tmp_path):
     assert (tmp_path / "plan.toml").read_text() == (
         'data = 4\nmicrobatches = 8\nprecision = "bfloat16"\nmember = 1\n'
         'pipeline = 1\nschedule = "1f1b"\ntensor = 1\nzero = 0\n'
-        'bucket_bytes = 25000000\nremat = "none"\n'
+        'bucket_bytes = 4000000\nremat = "none"\n'
         '\n[shardings]\n"*/in" = ["...", "replicated", "tensor"]\n'
     )
 
