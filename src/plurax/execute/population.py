@@ -321,25 +321,24 @@ class Population(StepFunctions):
             # If every step reads the same rows, gather them once, outside the loop.
             once = take(rows_at(jnp.int32(0)), jnp.int32(0)) if reads.fixed else None
 
-            def body(t: Array, carry: tuple[TrainState, Metrics, Array]) -> Any:
-                state, metrics, rows = carry
-                if once is None:
-                    # Compute the row order for a block of steps: for one step alone the cost is
-                    # mostly the overhead of small operations. The predicate depends on `t` alone,
-                    # not on the member, so `cond` remains a branch under `vmap` instead of becoming
-                    # a select that computes both.
-                    begins = (t == first) | (t % reading.steps % reads.block == 0)
-                    rows = jax.lax.cond(begins, lambda: rows_at(t), lambda: rows)
-                state, now = step(state, *(once or take(rows, t)))
-                set_ = jax.tree.map(lambda all_, new: all_.at[t - first].set(new), metrics, now)
-                return state, set_, rows
+            def steps(t: Array, stop: Array, rows: Array, carry: tuple[TrainState, Metrics]) -> Any:
+                def body(t: Array, carry: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
+                    state, metrics = carry
+                    state, now = step(state, *(once or take(rows, t)))
+                    return state, jax.tree.map(lambda a, x: a.at[t - first].set(x), metrics, now)
 
-            like = jax.eval_shape(lambda: rows_at(first))
-            rows = jnp.zeros((0,) if once else like.shape, jnp.int32)
-            shapes = jax.eval_shape(lambda: step(state, *(once or take(rows, first)))[1])
+                return jax.lax.fori_loop(t, stop, body, carry)
+
+            # The order of a block of steps is computed at once: of one it is mostly overhead.
+            def block(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+                end = jnp.minimum(stop, reads.block_end(carry[0]))
+                return end, steps(carry[0], end, rows_at(carry[0]), carry[1])
+
+            shapes = jax.eval_shape(lambda: step(state, *(once or take(rows_at(first), first)))[1])
             empty = jax.tree.map(lambda s: jnp.zeros((MAX_STEPS_PER_CALL,), s.dtype), shapes)
-            state, metrics, _ = jax.lax.fori_loop(first, stop, body, (state, empty, rows))
-            return state, metrics
+            if once:
+                return steps(first, stop, first, (state, empty))
+            return jax.lax.while_loop(lambda c: c[0] < stop, block, (first, (state, empty)))[1]
 
         return self._spread(over_members(member_loop, self.plan.chunk), "sm...", "sm")(
             state, arrays, data, first, stop

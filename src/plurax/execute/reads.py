@@ -98,6 +98,11 @@ class Reads:
         left = reading.length - index * reading.batch_size
         return jnp.clip(left, 1, reading.batch_size).astype(jnp.int32)
 
+    def block_end(self, t: Array) -> Array:
+        """Return the first step behind the block that contains step `t`; it ends with the epoch."""
+        index = t % self.reading.steps
+        return t + jnp.minimum(self.block - index % self.block, self.reading.steps - index)
+
     def block_rows(self, member: MemberArrays, t: Array) -> Int[Array, "S B"]:
         """Return the rows `(S, B)` of a member for the block of S steps that contains step `t`."""
         reading = self.reading

@@ -150,7 +150,7 @@ def make_apply(
     the global norm before the optimizer; `weight`, the sum of weights; `examples`; `skipped`, 1
     where the update was left out.
     """
-    norm_of = norm or _norm
+    norm_of = norm or (optax.tree.norm if select else _norm_by_rows)
 
     def apply(state: TrainState, sums: Gradients) -> tuple[TrainState, Metrics]:
         # Multiply by one reciprocal: XLA would write the quotient of every gradient to memory.
@@ -198,7 +198,7 @@ def make_apply(
     return apply
 
 
-def _norm(grads: PyTree) -> Array:
+def _norm_by_rows(grads: PyTree) -> Array:
     """Return the global norm, summing rows first.
 
     XLA's CPU compiler runs the sums of rows on several threads, but a single sum over everything on
