@@ -210,6 +210,33 @@ def test_a_chain_of_fusions_hides_what_its_fusions_compute(mesh):
     assert walk.hidden == pytest.approx(1.0)
 
 
+FUSED = f"""
+%all-reduce-scatter (x: f32[256]) -> f32[64] {{
+  %x = f32[256]{{0}} parameter(0)
+  %r = f32[256]{{0}} all-reduce(%x), replica_groups={{{{0,1,2,3}}}}, to_apply=%add
+  %i = u32[] constant(0)
+  ROOT %own = f32[64]{{0}} dynamic-slice(%r, %i), dynamic_slice_sizes={{64}}
+}}
+
+ENTRY %main (x: f32[256], y: f32[100000]) -> f32[64] {{
+  %x = f32[256]{{0}} parameter(0)
+  %y = f32[1000]{{0}} parameter(1)
+  %s = f32[64]{{0}} fusion(%x), kind=kCustom, calls=%all-reduce-scatter
+{cycles("a", 500)}
+  ROOT %d = f32[64]{{0}} negate(%s)
+}}
+"""
+
+
+def test_what_a_fusion_reduces_and_slices_is_sent_at_once(mesh):
+    """A TPU's compiler writes a reduce-scatter so."""
+    walk = walk_schedule(parse(FUSED), mesh, MACHINE, clock=1e9)
+    (sent,) = walk.collectives
+    assert (sent.collective.equivalent_kind, sent.asynchronous) == ("reduce-scatter", False)
+    assert walk.seconds == pytest.approx(SENDING + 5e-7)
+    assert walk.hidden == 0
+
+
 SPARSE_CORE = f"""
 %offloaded (x: f32[64], t: token[]) -> f32[256] {{
   %t = token[] parameter(1)

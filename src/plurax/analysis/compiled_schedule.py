@@ -222,10 +222,13 @@ class _ScheduleWalk:
 
     def _started(self, instruction: Instruction) -> Instruction | None:
         """Return the collective that an instruction is or starts."""
-        if instruction.opcode in ("async-start", "call-start"):  # the second on a SparseCore
-            inside = self._module.computations.get(next(instruction.called(), ""), ())
-            return next((other for other in inside if self._sends(other)), None)
+        # The second on a SparseCore; a fusion reduces, and keeps this device's slice.
+        if instruction.opcode in ("async-start", "call-start", "fusion"):
+            return next((other for other in self._inside(instruction) if self._sends(other)), None)
         return instruction if self._sends(instruction) else None
+
+    def _inside(self, instruction: Instruction) -> Sequence[Instruction]:
+        return self._module.computations.get(next(instruction.called(), ""), ())
 
     def _sends(self, one: Instruction) -> bool:
         return sent_by(one, (), self._module, self._mesh) is not None
@@ -246,13 +249,15 @@ class _ScheduleWalk:
         pending: dict[str, _Pending],
     ) -> float:
         """Start a collective, and return when the link is free again."""
+        fused = by.opcode == "fusion" and chain_of(by, self._module) is None
+        computation = self._inside(by) if fused else computation
         sent = sent_by(collective, computation, self._module, self._mesh)
         if sent is None:
             return link
         seconds = self._sending(sent)
         end = max(time.total, link) + seconds
         pending[by.name] = _Pending(end, seconds, times, len(self.collectives))
-        split = self._asynchronous(by) or collective is not by
+        split = self._asynchronous(by) or (collective is not by and not fused)
         self.collectives.append(
             ScheduledCollective(
                 collective_of(sent, place), dtype_of(collective.type), split, seconds * times, 0.0,
