@@ -549,7 +549,7 @@ class Watched:
         self.time = time
         self._supervisor.tick(time)
 
-    def asked(self, number):
+    def pass_on(self, number):
         self._supervisor.pass_on(number, self.time)
 
     def ended(self, process, code, step=None, **said):
