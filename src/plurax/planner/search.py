@@ -145,7 +145,7 @@ def _check_solver(solver: object) -> None:
         raise errors.ArgumentError(
             f"plurax.search(solver={text(solver)}): solver must be 'exact', or left out. Its "
             "shardings are proven to be the best under the costs of the machine; 'recursive' and "
-            "'propagate', which were never better nor faster, are gone."
+            "'propagate', which found none that are better, are gone."
         )
 
 
