@@ -330,7 +330,10 @@ def together(
         likes[index] = value.array.shape, steps[0].dim
     for (kind, _), indices in groups.items():
         sizes = [_size(values[index]) for index in indices]
-        for bucket in packed([likes[i] for i in indices], sizes, resharder.bucket_bytes):
+        limit = resharder.bucket_bytes
+        if resharder.axes.platform == "tpu" and kind != "all-gather":
+            limit = min(limit, SMALL_ON_TPU)
+        for bucket in packed([likes[i] for i in indices], sizes, limit):
             pack = [indices[number] for number in bucket]
             some, targets = [values[i] for i in pack], [goals[i] for i in pack]
             if len(pack) == 1 and resharder.axes.platform != "gpu":
@@ -340,6 +343,11 @@ def together(
             for index, value in zip(pack, moved, strict=True):
                 results[index] = value
     return results
+
+
+SMALL_ON_TPU = 2**20
+"""The bytes that share a reduction on TPUs: their compiler reduces a flat buffer whole, where it
+reduces a single tensor to shards."""
 
 
 def _size(value: ShardedValue) -> int:
