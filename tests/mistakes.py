@@ -189,9 +189,6 @@ PYTHON = {
         ("px.Plan(data=10**5000)", "ArgumentError",
          "plurax.Plan(data=a whole number of 5001 digits): data has to be a whole number."),
         ("px.Members(3).arrays(rows=-1)", "ArgumentError", "plurax.Members.arrays(rows=-1): rows"),
-        ("px.search(task, optimizer, data, machine, solver='exakt')", "ArgumentError",
-         "plurax.search(solver='exakt'): solver must be 'exact', or left out. Its shardings are "
-         "proven to be the best under the costs of the machine"),
         ("px.search(task, optimizer, data, machine, count=0)", "ArgumentError",
          "plurax.search(count=0): count has to be a whole number from 1"),
         ("px.search(task, optimizer, data, machine, memory='40 pounds')", "ArgumentError",

@@ -184,8 +184,6 @@ class Show(Common):
     """Nodes of the preset."""
     memory: str | None = None
     """With --search, what a device may hold, such as 40GB; None: all its memory."""
-    solver: Literal["exact"] = "exact"
-    """With --search, how shardings over `tensor` are found: exact, proven best."""
     seconds: float | None = None
     """With --search, in which it ends with what it has found; None: so that the command takes about
     ten, or as much longer as measuring this machine needs."""

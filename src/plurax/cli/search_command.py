@@ -52,7 +52,6 @@ def search_command(
             machine,
             pinned=plan if options.plan_file else _given(plan, arguments),
             memory=options.memory,
-            solver=options.solver,
             seconds=left if options.seconds is None else options.seconds,
         )
     print(result)

@@ -27,7 +27,7 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import optax
 from jaxtyping import PyTree
@@ -35,7 +35,6 @@ from jaxtyping import PyTree
 from plurax import errors, tree
 from plurax.analysis.estimate import Estimate, estimate
 from plurax.analysis.machine_timings import measure_machine
-from plurax.argument_check import text
 from plurax.execute.check import check_kinds
 from plurax.execute.coupling import may_pad
 from plurax.execute.placement import abstract_batch
@@ -66,7 +65,6 @@ def search(
     *,
     pinned: Plan | Mapping[str, Any] | None = None,
     memory: float | str | None = None,
-    solver: Literal["exact"] = "exact",
     count: int = 5,
     seconds: float = 9.0,
 ) -> Found:
@@ -82,8 +80,6 @@ def search(
       `precision` is never searched, because it changes the numbers.
     - `memory`: bytes that a device may use, such as `40e9` or `"40GB"`; by default all that the
       machine has.
-    - `solver`: of the shardings over `tensor`. `exact` proves that there are none better under the
-      costs of the machine.
     - `count`: of plans to rank.
     - `seconds`: in which the search ends with what it has found, once it has found a plan. It says
       how much faster a plan that was not estimated could be.
@@ -94,7 +90,6 @@ def search(
     fields = [] if pinned is None else _pinned_fields(pinned)
     pinned = Plan(**pinned) if isinstance(pinned, Mapping) else pinned or Plan()
     check_kinds(task, optimizer, pinned, None)
-    _check_solver(solver)
     count = check_whole("plurax.search", "count", count)
     check_number("plurax.search", "seconds", seconds, 0)
     if machine is None:
@@ -138,15 +133,6 @@ def search(
         seconds=time.perf_counter() - started,
         shardings=shardings,
     )
-
-
-def _check_solver(solver: object) -> None:
-    if solver != "exact":
-        raise errors.ArgumentError(
-            f"plurax.search(solver={text(solver)}): solver must be 'exact', or left out. Its "
-            "shardings are proven to be the best under the costs of the machine; 'recursive' and "
-            "'propagate', which found none that are better, are gone."
-        )
 
 
 def _nothing_fits(memory: float, refused: Sequence[Ranked]) -> errors.PlanError:
