@@ -170,12 +170,7 @@ def _run_loop(eqn: Any, operands: Sequence[Any]) -> list[Array]:
     """Run a `scan` by its body alone: the equation's other parameters count other operands, since
     rows are read inside."""
     scan = Scan.of(eqn)
-    consts, carry, stacks = scan.split(operands)
-
-    def iteration(carry: Sequence[Any], rows: Sequence[Any]) -> list[Array]:
-        return interpret(scan.body, scan.body_consts, [*consts, *carry, *rows])
-
-    return scan.run(iteration, carry, stacks)
+    return scan.apply(lambda *args: interpret(scan.body, scan.body_consts, args), operands)
 
 
 def _computed(eqns: Sequence[Any], known: Mapping[Any, Any]) -> dict[Any, Array]:

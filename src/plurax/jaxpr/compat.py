@@ -202,6 +202,11 @@ class Scan:
             list(operands[carry:]),
         )
 
+    def apply(self, body: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> list[Array]:
+        """Run the loop on its operands with `body(*consts, *carry, *row) -> [*carry, *ys]`."""
+        consts, carry, xs = self.split(operands)
+        return self.run(lambda carry, row: body(*consts, *carry, *row), carry, xs)
+
     def run(
         self, body: Callable[..., Sequence[Any]], carry: Sequence[Array], xs: Sequence[Array]
     ) -> list[Array]:

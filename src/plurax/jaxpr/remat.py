@@ -251,8 +251,6 @@ def _ordered(
 def _loop(eqn: Any, inputs: list[Any], save: Any) -> list[Array]:
     """Evaluate a `scan` whose iterations the backward pass recomputes."""
     scan = Scan.of(eqn)
-    consts, carry, xs = scan.split(inputs)
     function = jaxpr_as_fun(ClosedJaxpr(scan.body, scan.body_consts))
     # Forward and backward are different loops, which XLA does not merge.
-    again = jax.checkpoint(function, prevent_cse=False, policy=save)
-    return scan.run(lambda carry, row: again(*consts, *carry, *row), carry, xs)
+    return scan.apply(jax.checkpoint(function, prevent_cse=False, policy=save), inputs)

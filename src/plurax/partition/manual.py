@@ -45,12 +45,7 @@ def _without_mesh(constant: Any) -> Any:
 def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
     """Evaluate a `scan`, with `eval_manual_body` for its body."""
     scan = Scan.of(eqn)
-    consts, carry, xs = scan.split(inputs)
-
-    def body(carry: Sequence[Array], row: Sequence[Array]) -> list[Array]:
-        return eval_manual_body(scan.body, scan.body_consts, [*consts, *carry, *row])
-
-    return scan.run(body, carry, xs)
+    return scan.apply(lambda *args: eval_manual_body(scan.body, scan.body_consts, args), inputs)
 
 
 def _while(eqn: Any, inputs: list[Any]) -> list[Any]:
