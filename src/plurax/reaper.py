@@ -73,11 +73,18 @@ def kill_group(group: int) -> set[int]:
     and its reader is mapped by nobody. So it alone is left, to do its work and end by itself. What
     a worker had just created and not yet registered when it was killed, nobody knows.
     """
+    return _kill_each(lambda: _members(group), lambda pid: pid != group and _is_tracker(pid))
+
+
+def _kill_each(
+    found: Callable[[], Iterator[int]], spared: Callable[[int], bool] = lambda pid: False
+) -> set[int]:
+    """Send SIGKILL to the processes that are found, but for those spared; return all of them."""
     killed: set[int] = set()
-    while new := {*_members(group)} - killed:  # a process may have started another one meanwhile
+    while new := {*found()} - killed:  # a process may have started another one meanwhile
         killed |= new
         for pid in new:
-            if pid == group or not _is_tracker(pid):
+            if not spared(pid):
                 _send(os.kill, pid)
     return killed
 
@@ -113,7 +120,7 @@ def reap(lines: TextIO, seconds: float) -> None:
         else:
             folders.append(line)
     found = {group: kill_group(group) for group in groups}
-    marked = {pid for variable in variables for pid in _kill_marked(variable)}
+    marked = _kill_each(lambda: (pid for variable in variables for pid in _marked(variable)))
     until = time.monotonic() + seconds
     for group, pids in found.items():
         end_group(group, pids, until)
@@ -122,17 +129,8 @@ def reap(lines: TextIO, seconds: float) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _kill_marked(variable: bytes) -> set[int]:
-    """Send SIGKILL to the processes that have `NAME=value` in their environment; return them."""
-    killed: set[int] = set()
-    while new := {*_marked(variable)} - killed:  # a process may have started another one meanwhile
-        killed |= new
-        for pid in new:
-            _send(os.kill, pid)
-    return killed
-
-
 def _marked(variable: bytes) -> Iterator[int]:
+    """Yield the processes that have `NAME=value` in their environment."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if variable in path.read_bytes().split(b"\0"):

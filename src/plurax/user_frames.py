@@ -84,13 +84,17 @@ def _leave_users(error: BaseException, seen: frozenset[int] = frozenset()) -> No
         if is_users_file(one.tb_frame.f_code.co_filename):
             kept = types.TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
     error.__traceback__ = kept
-    notes = getattr(error, "__notes__", [])
-    if notes:  # what JAX says of frames it left out, where more were left out
-        error.__notes__ = [note for note in notes if "JAX has removed" not in note]
+    _leave_notes(error)
     chained = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     # An error that is raised again may be its own cause.
     if chained is not None and id(chained) not in seen:
         _leave_users(chained, seen | {id(error)})
+
+
+def _leave_notes(error: BaseException) -> None:
+    """Leave out what JAX says of the frames that it left out, where more are left out here."""
+    if notes := getattr(error, "__notes__", []):
+        error.__notes__ = [note for note in notes if "JAX has removed" not in note]
 
 
 def describe_error(error: BaseException) -> str:
@@ -102,9 +106,7 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, errors.PluraxError):
         where = [f"\n  at {f.filename}:{f.lineno}: {f.line}" for f in frames[-1:]]
         return str(error).rstrip("\n") + "".join(where)
-    notes = getattr(error, "__notes__", [])
-    if notes:  # what JAX says of frames it left out, where more were left out
-        error.__notes__ = [note for note in notes if "JAX has removed" not in note]
+    _leave_notes(error)
     lines = traceback.StackSummary.from_list(frames).format()
     lines += traceback.format_exception_only(error)
     return "".join(lines).rstrip("\n")
