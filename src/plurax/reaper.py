@@ -77,11 +77,11 @@ def kill_group(group: int) -> set[int]:
 
 
 def _kill_each(
-    found: Callable[[], Iterator[int]], spared: Callable[[int], bool] = lambda pid: False
+    list_pids: Callable[[], Iterator[int]], spared: Callable[[int], bool] = lambda pid: False
 ) -> set[int]:
-    """Send SIGKILL to the processes that are found, but for those spared; return all of them."""
+    """Send SIGKILL to the processes that are listed, but for those spared; return all of them."""
     killed: set[int] = set()
-    while new := {*found()} - killed:  # a process may have started another one meanwhile
+    while new := {*list_pids()} - killed:  # a process may have started another one meanwhile
         killed |= new
         for pid in new:
             if not spared(pid):

@@ -8,7 +8,6 @@ import struct
 import sys
 
 import jax
-import mlflow
 import numpy as np
 import optax
 import pytest
@@ -634,6 +633,8 @@ def read_board(folder):
 
 
 def read_mlflow(folder):
+    import mlflow  # takes seconds: not in every process that collects this file
+
     client = mlflow.MlflowClient(str(folder / "mlruns"))
     (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
     history = client.get_metric_history(run.info.run_id, "epoch/loss")

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import sklearn.metrics
 from tests import models
 
 import plurax as px
@@ -57,8 +56,9 @@ def expected(out, labels, weight=None):
 
 
 def _expected(out, labels, weight):
-    predicted, first = out.argmax(-1), labels == 1
-    sk, by = sklearn.metrics, {"sample_weight": weight}
+    import sklearn.metrics as sk  # takes seconds: not in every process that collects this file
+
+    predicted, first, by = out.argmax(-1), labels == 1, {"sample_weight": weight}
     found = {
         "share": sk.accuracy_score(labels, predicted, **by),
         "confusion": sk.confusion_matrix(labels, predicted, labels=range(3), **by),

@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from sklearn.calibration import calibration_curve
-from sklearn.metrics import brier_score_loss, log_loss
 from tests.draws import draws
 
 from plurax.ensemble.uncertainty import (
@@ -111,6 +109,8 @@ def test_probabilities_in_low_precision_are_taken():
 
 
 def test_scores_agree_with_scikit_learn():
+    from sklearn.metrics import brier_score_loss, log_loss  # takes seconds, see test_metrics.py
+
     logits, labels = made(examples=300)
     p = combine_classification(logits).probabilities
     assert nll(p, labels) == pytest.approx(log_loss(labels, p), rel=1e-9)
@@ -123,6 +123,8 @@ def test_scores_agree_with_scikit_learn():
 
 
 def test_calibration_agrees_with_scikit_learn():
+    from sklearn.calibration import calibration_curve
+
     logits, labels = made(examples=500)
     p = combine_classification(logits).probabilities
     said = calibration(p, labels, bins=10)
