@@ -54,8 +54,8 @@ class Case:
         *hidden, last = params
         x = batch["x"]
         for p in hidden:
-            x = jnp.tanh(x @ p["w"] + p["b"])
-        logits = x @ last["w"] + last["b"]
+            x = jnp.tanh(x @ p["w"] + p["b"][None])
+        logits = x @ last["w"] + last["b"][None]
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
 
     @property

@@ -14,11 +14,11 @@ TESTS = Path(__file__).parent
 # Names are of files in tests/unit, without `test_`; others are paths.
 PARTS = {
     "engine": """
-        tests/absent tests/hlo tests/parity tests/zoo batch batch_minor batch_size convolutions
-        compiler_options coupling drawn_programs export_predict fit hooks host_calls hyperparams
-        jaxpr large_numbers liveness loop_constants hlo_text machine measured metrics plan planned
-        population read_ahead recorded_collectives remat replicas resample schedules sharding stages
-        step sweep targets task uncertainty verify work weights terminal user_frames
+        tests/absent tests/hlo tests/parity tests/zoo batch batch_minor batch_size compact_layout
+        convolutions compiler_options coupling drawn_programs export_predict fit hooks host_calls
+        hyperparams jaxpr large_numbers liveness loop_constants hlo_text machine measured metrics
+        plan planned population read_ahead recorded_collectives remat replicas resample schedules
+        sharding stages step sweep targets task uncertainty verify work weights terminal user_frames
         argument_check error_texts mistakes reading replacing distributed yardstick""",
     "planning": """
         candidates corrections estimate found_plans golden_plans measure_machine search search_exact

@@ -35,6 +35,7 @@ from plurax import errors
 from plurax.distributed.global_arrays import put
 from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.choose import make_backend
+from plurax.execute.compact_layout import with_compact_gradients
 from plurax.execute.compiler_options import Options
 from plurax.execute.gradient import Totals
 from plurax.execute.host_calls import on_devices_with_host_calls
@@ -45,7 +46,7 @@ from plurax.execute.reads import EpochSpec, Reads
 from plurax.execute.step import Gradients, Metrics, gradient_specs
 from plurax.execute.step_functions import StepFunctions
 from plurax.members import Hyper, MemberArrays, Members
-from plurax.mesh import on_accelerator
+from plurax.mesh import on_accelerator, platform_of
 from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
@@ -204,7 +205,10 @@ class Population(StepFunctions):
         return on_accelerator(self.mesh)
 
     def _backend(self, member: MemberArrays) -> Backend:
-        return self.backend.of(*self.make(member.hyper))
+        task, optimizer = self.make(member.hyper)
+        if platform_of(self.mesh) == "tpu":
+            optimizer = with_compact_gradients(optimizer)
+        return self.backend.of(task, optimizer)
 
     def trim(self, values: PyTree) -> PyTree:
         """Drop the members that fill the slots, from leaves `(slots, ...)`."""
