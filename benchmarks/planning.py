@@ -91,7 +91,7 @@ def _published(run: Run, case: sizes.PublishedCase) -> Row:
     """A published training run, and how long it takes as estimated."""
     settings = {
         "model": case.model, "batch": case.batch, "machine": case.machine, "nodes": case.nodes,
-        "examples": case.examples, "plan": case.plan, "search_seconds": case.search_seconds,
+        "examples": case.examples, "plan": case.plan,
     }  # fmt: skip
     name = f"{case.name}, on {case.nodes} × {case.machine}"
     facts = _facts(run, name, "jax_published", settings)

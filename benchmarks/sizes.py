@@ -260,8 +260,8 @@ class PublishedCase:
     """A run of a GPT that is published, and is estimated.
 
     **Fields:** `seconds`, published for training on `examples` sequences; `plan`, the published
-    one, with Megatron's rules where it has `tensor`, or None where it is searched in
-    `search_seconds`; `within`, how near the estimate is wanted, None where it only stands beside.
+    one, with Megatron's rules where it has `tensor`, or None where it is searched;
+    `within`, how near the estimate is wanted, None where it only stands beside.
     """
 
     name: str
@@ -272,7 +272,6 @@ class PublishedCase:
     examples: float
     seconds: float
     plan: dict[str, Any] | None = None
-    search_seconds: float = 20.0
     within: float | None = 0.15
 
 

@@ -269,7 +269,7 @@ def draw_a_search() -> None:
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((64, *x.shape[1:]), x.dtype), made.data)
     machine = px.Machine.preset("8xA100-80GB")
     pinned = {"precision": "bfloat16", "pipeline": 1, "remat": "none"}
-    found = px.search(made.task, made.optimizer, like, machine, pinned=pinned, seconds=60.0)
+    found = px.search(made.task, made.optimizer, like, machine, pinned=pinned)
     print(found)
     px.analysis.draw_search(found, ASSETS / "search.png")
     px.analysis.draw_layer(found, ASSETS / "layer.png")

@@ -55,7 +55,6 @@ def _searched(
             machine,
             pinned={"precision": "bfloat16"},
             memory=memory,
-            seconds=settings["search_seconds"],
         )
 
     facts: dict[str, Any] = {}

@@ -117,14 +117,14 @@ def test_numbers_beyond_the_data_take_all_of_them(program):
     assert models.same_bits(*many)
 
 
-def test_a_search_on_millions_of_devices_ends_in_its_time(monkeypatch):
+def test_a_search_on_millions_of_devices_ends(monkeypatch):
     """Hundreds of plans with `tensor` have smaller bounds than those that can be."""
     traced, trace = [], tensor_search.graph_of_step
     monkeypatch.setattr(
         tensor_search, "graph_of_step", lambda *args: traced.append(args) or trace(*args)
     )
     machine = px.Machine.preset("8xH100-80GB", nodes=10**6)
-    found = px.search(models.mlp_task(), optax.sgd(0.1), models.data(512), machine, seconds=0.5)
+    found = px.search(models.mlp_task(), optax.sgd(0.1), models.data(512), machine, evaluations=6)
     assert found.best.devices <= 512
     assert len(traced) < 10
 

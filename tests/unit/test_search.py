@@ -15,10 +15,12 @@ import plurax as px
 from plurax.analysis.estimate import estimate_trace, human_seconds
 from plurax.execute.recorder import record_step
 from plurax.machine_fields import Level
-from plurax.planner.candidates import CandidatePlan, Sizes
+from plurax.planner import effort, search
+from plurax.planner.candidates import CandidatePlan
 from plurax.planner.costs import TimeCosts, state_ratios
 from plurax.planner.layer import layer_of
 from plurax.planner.search import _CandidateQueue, _Computed, _Learned
+from plurax.planner.sizes import Sizes
 from plurax.planner.tensor_search import TensorSearch
 from plurax.report.layer_picture import draw_found
 from plurax.strategies import Strategies, Strategy
@@ -40,7 +42,7 @@ def searched(machine, **options):
 
 @pytest.fixture(scope="module")
 def found():
-    return searched(SLOW, pinned={"remat": "none", "microbatches": 1}, seconds=60.0, count=3)
+    return searched(SLOW, pinned={"remat": "none", "microbatches": 1}, count=3)
 
 
 def test_the_ranking_is_of_estimates(found):
@@ -66,7 +68,7 @@ def test_the_best_plan_runs(found):
 
 
 def test_one_device_where_messages_cost_most():
-    found = searched(FAR, pinned={"tensor": 1}, count=1, seconds=60.0)
+    found = searched(FAR, pinned={"tensor": 1}, count=1)
     assert found.best.devices == 1
 
 
@@ -82,11 +84,11 @@ def test_the_text_says_what_was_found(found):
 
 def test_what_is_pinned_holds():
     pinned = {"data": 2, "tensor": 1, "microbatches": 1, "remat": "offload"}
-    found = searched(SLOW, pinned=px.Plan(zero=1, **pinned), count=1, seconds=1e-9)
+    found = searched(SLOW, pinned=px.Plan(zero=1, **pinned), count=1, evaluations=1)
     assert (found.best.data, found.best.zero, found.best.remat) == (2, 1, "offload")
     rules = {"out": ("tensor", None)}
     pinned = {"tensor": 2, "data": 1, "remat": "none", "shardings": rules}
-    by_rule = searched(SLOW, pinned=pinned, count=1, seconds=1e-9)
+    by_rule = searched(SLOW, pinned=pinned, count=1, evaluations=1)
     assert by_rule.best.tensor == 2
     assert dict(by_rule.best.rules)["out"] == ("tensor", None)
 
@@ -100,10 +102,10 @@ def test_a_strategy_of_an_equation_is_pinned_by_hand():
     whole = dataclasses.replace(product, inputs=((None, None), (None, None)))
     assert whole.inputs != product.inputs
     pinned = {**fields, "strategies": Strategies(every.strategies.traced, [whole])}
-    found = searched(SLOW, pinned=pinned, count=1, seconds=60.0)
+    found = searched(SLOW, pinned=pinned, count=1)
     assert found.best.tensor == 2
     assert whole in found.best.strategies.equations
-    free = searched(SLOW, pinned=fields, count=1, seconds=60.0)
+    free = searched(SLOW, pinned=fields, count=1)
     assert found.ranked[0].seconds > free.ranked[0].seconds
     program = px.compile(models.mlp_task(), optax.adam(1e-2), found.best, models.data(64))
     program.step(program.init(seed=0), models.data(64))
@@ -111,7 +113,7 @@ def test_a_strategy_of_an_equation_is_pinned_by_hand():
 
 def test_a_pinned_axis_over_which_nothing_is_worth_splitting_is_named():
     with pytest.raises(px.errors.PlanError, match=r"none splits a matrix product: .* larger batch"):
-        searched(FAR, pinned={"tensor": 2, "data": 1, "pipeline": 1}, seconds=60.0)
+        searched(FAR, pinned={"tensor": 2, "data": 1, "pipeline": 1})
 
 
 def test_a_pinned_strategy_of_another_model_is_named():
@@ -120,7 +122,7 @@ def test_a_pinned_strategy_of_another_model_is_named():
     with pytest.raises(
         px.errors.PlanError, match="no plan that agrees with what is pinned can be:"
     ) as it:
-        searched(SLOW, pinned=pinned, count=1, seconds=60.0)
+        searched(SLOW, pinned=pinned, count=1)
     assert "the plan's strategies were found for" in str(it.value)
 
 
@@ -148,14 +150,14 @@ def test_stages_on_faster_devices_get_more_layers():
     both = px.Machine.uneven("both", kinds, [Level("node", 2, 1e12)])
     task, optimizer, batch = models.transformer_stack(), optax.sgd(0.1), models.text(8)
     pinned = {"tensor": 1, "schedule": "1f1b", "microbatches": 8, "remat": "none", "pipeline": 2}
-    found = px.search(task, optimizer, batch, both, pinned=pinned, count=1, seconds=60.0)
+    found = px.search(task, optimizer, batch, both, pinned=pinned, count=1)
     first, last = found.best.layers
     assert first > last
     even = px.estimate(task, optimizer, px.Plan(pipeline=2, microbatches=8), batch, both)
     assert found.ranked[0].seconds < 0.9 * even.seconds
     # Over `data` and `tensor` devices must be alike.
     with pytest.raises(px.errors.PlanError, match=r"data=2.*both.*differ"):
-        px.search(task, optimizer, batch, both, pinned={"data": 2, "tensor": 1}, seconds=60.0)
+        px.search(task, optimizer, batch, both, pinned={"data": 2, "tensor": 1})
 
 
 def test_why_a_parameter_is_split():
@@ -174,7 +176,7 @@ def test_a_plan_that_fits_is_needed():
     with pytest.raises(px.errors.PlanError, match="must multiply to a divisor of the devices"):
         searched(SLOW, pinned=px.Plan(data=3))
     pinned = {"tensor": 1, "remat": "none"}
-    little = searched(SLOW, pinned=pinned, memory=6000.0, count=1, seconds=60.0)
+    little = searched(SLOW, pinned=pinned, memory=6000.0, count=1)
     assert little.ranked[0].memory <= 6000 < max(one.memory for one in little.refused)
 
 
@@ -194,7 +196,7 @@ def test_many_microbatches_are_estimated_from_few():
 def test_plans_are_ranked_by_what_an_estimate_says(pinned):
     """To the bit: there is one clock."""
     task, batch = models.transformer_stack(), models.text(96)
-    found = px.search(task, optax.adam(1e-3), batch, SLOW, pinned=pinned, count=3)
+    found = px.search(task, optax.adam(1e-3), batch, SLOW, pinned=pinned, count=3, evaluations=3)
     for ranked in found.ranked:
         alone = px.estimate(task, optax.adam(1e-3), ranked.plan, batch, SLOW)
         assert (ranked.seconds, ranked.memory) == (alone.seconds, alone.peak)
@@ -320,7 +322,7 @@ def test_a_layer_is_drawn(tmp_path, drawn):
     written = draw_found(found, tmp_path / "both")
     assert [path.name for path in written] == ["search.png", "layer.png"]
     with pytest.raises(px.errors.PlanError, match="costs more than it saves, so there is nothing"):
-        px.analysis.draw_layer(searched(SLOW, pinned={"tensor": 1}, count=1, seconds=1e-9))
+        px.analysis.draw_layer(searched(SLOW, pinned={"tensor": 1}, count=1, evaluations=1))
 
 
 STAGES = [
@@ -358,6 +360,56 @@ def test_an_estimate_corrects_what_was_computed_of_plans_alike():
     other = dataclasses.replace(plan, tensor=2)
     assert learned.memory(other, computed) == pytest.approx(found.peak / 1.2)
     assert learned.seconds(px.Plan(data=2), computed) == computed.seconds
+
+
+class Clock:
+    """A clock that runs faster the more often it is read, as of a computer that is ever busier."""
+
+    def __init__(self, step):
+        self.now, self.step = 0.0, step
+
+    def perf_counter(self):
+        self.now, self.step = self.now + self.step, 1.1 * self.step
+        return self.now
+
+
+def test_a_search_is_a_function_of_its_arguments(found, monkeypatch):
+    """On a computer on which everything takes hours it finds the same."""
+    slow = Clock(3600.0)
+    monkeypatch.setattr(search, "time", slow)
+    monkeypatch.setattr(effort, "time", slow)
+    again = searched(SLOW, pinned={"remat": "none", "microbatches": 1}, count=3)
+    for name in ("ranked", "slower", "refused", "least_left", "evaluations", "stopped"):
+        assert getattr(again, name) == getattr(found, name), name
+    assert again.seconds > 3600
+    assert not again.stopped
+
+
+def test_more_evaluations_than_asked_are_made_for_experts_alone():
+    pinned = {"remat": "none", "tensor": 1}
+    few, more = (searched(SLOW, evaluations=n, count=1, pinned=pinned) for n in (2, 24))
+    assert few.evaluations <= 2 * effort.EXPERTS
+    assert 2 < few.evaluations <= more.evaluations
+    assert more.ranked[0].seconds <= few.ranked[0].seconds
+    assert f"by {few.evaluations} evaluations" in str(few)
+
+
+def test_a_limit_of_time_stops_a_search_and_it_says_so(monkeypatch):
+    pinned = {"remat": "none", "tensor": 1}
+    free = searched(SLOW, count=1, pinned=pinned)
+    slow = Clock(1.0)
+    monkeypatch.setattr(search, "time", slow)
+    monkeypatch.setattr(effort, "time", slow)
+    limited = searched(SLOW, count=1, pinned=pinned, seconds=10)
+    assert limited.stopped
+    assert limited.evaluations < free.evaluations
+    assert "stopped by its limit of time" in str(limited)
+    assert "stopped" not in str(free)
+
+
+def test_devices_that_are_left_unused_are_named():
+    found = searched(FAR, count=1, pinned={"tensor": 1})
+    assert "the fastest uses 1 of 4 devices: more would be slower" in str(found)
 
 
 def test_of_equally_fast_plans_the_surer_one_comes_first():

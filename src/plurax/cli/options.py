@@ -184,9 +184,11 @@ class Show(Common):
     """Nodes of the preset."""
     memory: str | None = None
     """With --search, what a device may hold, such as 40GB; None: all its memory."""
+    evaluations: int | None = None
+    """With --search, how many plans it traces at the most: more find better plans for large
+    machines, and take longer."""
     seconds: float | None = None
-    """With --search, in which it ends with what it has found; None: so that the command takes about
-    ten, or as much longer as measuring this machine needs."""
+    """With --search, the time after which it stops with what it has found; None: no limit."""
     save: Path | None = None
     """Draw memory, communication and timelines to this PNG, too. With --search, write the best plan
     to this TOML file, for --plan-file."""

@@ -1,7 +1,6 @@
 """`plurax plan`: show what a plan does, compiled on the devices of this machine."""
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import get_args
 
@@ -36,13 +35,12 @@ TABLE_WIDTH, TIMELINE_WIDTH = 160, 100
 
 def plan_command(arguments: list[str]) -> int:
     """Show a plan, or search for one, or compare two."""
-    started = time.perf_counter()
     if any(record.split("=")[0] == "--diff" for record in arguments):
         return diff_command(arguments)
     experiment, options, *_ = parse(arguments, "plan", Show)
     plan = options.chosen_plan()
     if options.search:
-        return search_command(experiment, options, plan, arguments, started)
+        return search_command(experiment, options, plan, arguments)
     _check_shown(options, plan)
     if options.compile_for is not None:
         return print_compiled(experiment, options, [plan], options.compile_for)
@@ -114,7 +112,7 @@ def _trained(path: str) -> list[str]:
 
 def _check_shown(options: Show, plan: Plan) -> None:
     """Check the options with which a plan is shown, before anything is compiled."""
-    for name in ("memory", "seconds", "output"):
+    for name in ("memory", "evaluations", "seconds", "output"):
         if getattr(options, name) is not None:
             raise errors.PlanError(
                 f"--{name} is an option of a search, and `plurax plan` shows the plan as it is: "

@@ -1,7 +1,6 @@
 """`plurax plan --search`: rank plans for a machine."""
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,22 +12,17 @@ from plurax.cli.options import Show
 from plurax.console import PlainConsole
 from plurax.experiment import Experiment
 from plurax.plan import Plan
+from plurax.planner.effort import EVALUATIONS
 from plurax.planner.search import search
 from plurax.report.layer_picture import draw_found
 from plurax.report.picture import check_matplotlib
 from plurax.targets import Target
 
-_COMMAND_SECONDS = 7.5
-"""Of the ten that `plurax plan --search` takes: starting Python and JAX takes the others."""
 _COMPILED = 3
 """Of the found plans, those that --compile-for compiles."""
-_LEAST_SECONDS = 4.0
-"""Of a search: fewer than these leave no time for more than one estimate."""
 
 
-def search_command(
-    experiment: Experiment, options: Show, plan: Plan, arguments: list[str], started: float
-) -> int:
+def search_command(experiment: Experiment, options: Show, plan: Plan, arguments: list[str]) -> int:
     """Rank plans, and write the best one where asked."""
     if not is_one_network(experiment, options):
         raise errors.PlanError(
@@ -42,8 +36,6 @@ def search_command(
     else:
         machine = machine_named(options.machine, options.nodes)
     _, batch = data_source(experiment, options)
-    spent = time.perf_counter() - started
-    left = max(_COMMAND_SECONDS - spent, _LEAST_SECONDS)
     with PlainConsole(stderr=True).status("searching"):
         result = search(
             experiment.task,
@@ -52,7 +44,8 @@ def search_command(
             machine,
             pinned=plan if options.plan_file else _given(plan, arguments),
             memory=options.memory,
-            seconds=left if options.seconds is None else options.seconds,
+            evaluations=EVALUATIONS if options.evaluations is None else options.evaluations,
+            seconds=options.seconds,
         )
     print(result)
     if options.compile_for is not None:

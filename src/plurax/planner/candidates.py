@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
@@ -47,8 +47,10 @@ from plurax.planner.costs import (
     reduction_seconds,
     update_bytes,
 )
+from plurax.planner.experts import ROWS, used_devices
 from plurax.planner.graph import Graph, graph_of
 from plurax.planner.lockstep import stage_times, ticks_of_step
+from plurax.planner.sizes import Sizes
 from plurax.sharding.annotations import Boundary, activation_names, annotations_in
 from plurax.sharding.axes import Axes
 from plurax.state import TrainState
@@ -183,19 +185,6 @@ def _bytes(variables: Sequence[Any]) -> int:
     return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in variables)
 
 
-class Sizes(NamedTuple):
-    """What a search varies: fields of a plan, and the stages on each device of a pipeline."""
-
-    data: int
-    pipeline: int
-    tensor: int
-    microbatches: int
-    zero: int
-    remat: Remat
-    schedule: Any
-    virtual_stages: int
-
-
 @dataclasses.dataclass(frozen=True)
 class CandidatePlan:
     """A plan to be looked at: the least `seconds` and `memory` (bytes on one device) of a step.
@@ -217,21 +206,29 @@ class CandidatePlan:
 
 
 def candidates(
-    model: Model, machine: Machine, devices: int, pinned: Plan, fields: Collection[str]
+    model: Model,
+    machine: Machine,
+    devices: int,
+    pinned: Plan,
+    fields: Collection[str],
+    limit: float = math.inf,
 ) -> Iterator[CandidatePlan]:
     """Yield every plan for some devices that agrees with `pinned`, with its bounds.
 
-    A plan may leave devices unused, as many as divide them: a small model is faster on few. Those
-    `fields` of `pinned` are kept.
+    The seconds of one that needs more than `limit` bytes are infinite.
+
+    A plan may leave devices unused: it uses a number that divides them, a node, or those of one
+    kind. Those `fields` of `pinned` are kept.
     """
     # Others, such as `layers`, may not go with all sizes.
     doubtful = not {*_SIZES, *Sizes._fields, "precision", "shardings"}.issuperset(fields)
     # Strategies of equations say how `tensor` is used.
     split = pinned.strategies is not None and len(pinned.strategies) > 0
-    for sizes in _every_sizes(model, devices, pinned, fields):
+    bounds = _Bounds(model, machine, pinned, limit)
+    for sizes in _every_sizes(model, machine, devices, pinned, fields):
         if split and sizes.tensor == 1:
             continue
-        candidate = CandidatePlan(sizes, pinned, *_bounds(model, machine, sizes, pinned))
+        candidate = CandidatePlan(sizes, pinned, *bounds.of(sizes))
         if doubtful:
             try:
                 candidate.plan  # noqa: B018
@@ -241,14 +238,16 @@ def candidates(
 
 
 def _every_sizes(
-    model: Model, devices: int, pinned: Plan, fields: Collection[str]
+    model: Model, machine: Machine, devices: int, pinned: Plan, fields: Collection[str]
 ) -> Iterator[Sizes]:
     pins = {name: getattr(pinned, name) for name in fields}
 
     def choices(field: str, every: Sequence[Any]) -> Sequence[Any]:
         return [pins[field]] if field in pins else every
 
-    meshes = (mesh for used in _divisors(devices // pinned.member) for mesh in _meshes(used))
+    most = devices // pinned.member
+    counts = sorted({*_divisors(most), *(n for n in used_devices(machine) if n <= most)})
+    meshes = (mesh for used in counts for mesh in _meshes(used))
     for data, pipeline, tensor in meshes:
         if any(pins.get(k, n) != n for k, n in zip(_SIZES, (data, pipeline, tensor), strict=True)):
             continue
@@ -290,60 +289,91 @@ def _divisors(number: int) -> list[int]:
 
 
 def _microbatches(rows: int, pipeline: int) -> list[int]:
-    """Return how often the rows of a device may be divided: one divisor for each doubling.
+    """Return how often the rows of a device may be divided.
+
+    One divisor for each doubling, and those that leave as few rows as experts try.
 
     A pipeline with fewer microbatches than stages leaves devices idle.
 
     >>> _microbatches(48, 1), _microbatches(48, 4)
-    ([1, 2, 4, 8, 16, 48], [4, 8, 16, 48])
+    ([1, 2, 4, 6, 8, 12, 16, 24, 48], [4, 6, 8, 12, 16, 24, 48])
     """
     chosen: dict[int, int] = {}
     for divisor in _divisors(rows):
         chosen.setdefault(divisor.bit_length(), divisor)
-    usual = [n for n in chosen.values() if n >= pipeline]
+    few = {rows // size for size in ROWS if rows % size == 0}
+    usual = [n for n in sorted({*chosen.values(), *few}) if n >= pipeline]
     return usual or [rows]
 
 
-def _bounds(model: Model, machine: Machine, sizes: Sizes, pinned: Plan) -> tuple[float, float]:
-    """Return the least seconds of a step, and the least bytes on one device."""
-    data, zero, shards = sizes.data, sizes.zero, sizes.tensor * sizes.pipeline
-    totals = model.totals[sizes.remat]
-    seconds = totals.seconds / (data * shards)
-    seconds += machine.start_seconds * totals.products * sizes.microbatches / sizes.pipeline
-    seconds *= _waiting(sizes, totals, model.layers)
-    own = model.parameters / shards
-    seconds += machine.traffic_seconds(update_bytes(own, model.optimizer / shards, data, zero))
-    mesh_devices = data * shards * pinned.member
-    if sizes.pipeline > 1:
-        # Of `tensor`, each device may send its part.
-        rows = data * sizes.microbatches * sizes.tensor
-        seconds += pipeline_seconds(
-            machine,
-            model.activations / rows,
-            model.tied / sizes.tensor,
-            ticks_of_step(*_schedule_of(sizes)),
-            sizes.pipeline,
-            stride=sizes.tensor,
-            mesh_devices=mesh_devices,
+class _Bounds:
+    """The least seconds of a step and the least bytes on one device, of candidates of one mesh.
+
+    Candidates are many, a quarter of a million for a thousand devices, and share what they send:
+    that is computed once. The seconds of those that need more than `limit` bytes are not.
+    """
+
+    def __init__(self, model: Model, machine: Machine, pinned: Plan, limit: float) -> None:
+        self._model, self._machine, self._pinned, self._limit = model, machine, pinned, limit
+        self._reduced = reduced_share(pinned, machine, itemsize=4)
+        self._between_stages = functools.cache(self._between_stages_once)
+        self._over_data = functools.cache(self._over_data_once)
+
+    def of(self, sizes: Sizes) -> tuple[float, float]:
+        """Return the least seconds, infinite if they do not count, and the least bytes."""
+        memory = self._memory(sizes)
+        return (self._seconds(sizes) if memory <= self._limit else math.inf), memory
+
+    def _memory(self, sizes: Sizes) -> float:
+        model, shards = self._model, sizes.tensor * sizes.pipeline
+        # A pipeline keeps as many microbatches as it has stages, each of one stage.
+        kept = model.totals[sizes.remat].kept / sizes.data / sizes.microbatches / shards
+        known = named(sizes.schedule)
+        every = known is not None and known.stores_all
+        kept *= sizes.microbatches if every else min(sizes.pipeline, sizes.microbatches)
+        own = model.parameters / shards, model.optimizer / shards
+        return held_bytes(*own, sizes.data, sizes.zero) + kept
+
+    def _seconds(self, sizes: Sizes) -> float:
+        model, machine, data = self._model, self._machine, sizes.data
+        totals, shards = model.totals[sizes.remat], sizes.tensor * sizes.pipeline
+        seconds = totals.seconds / (data * shards)
+        seconds += machine.start_seconds * totals.products * sizes.microbatches / sizes.pipeline
+        seconds *= _waiting(sizes, totals, model.layers)
+        own = model.parameters / shards, model.optimizer / shards
+        seconds += machine.traffic_seconds(update_bytes(*own, data, sizes.zero))
+        if sizes.pipeline > 1:
+            seconds += self._between_stages(data, sizes.tensor, *_schedule_of(sizes))
+        if data > 1:
+            seconds += self._over_data(data, shards, sizes.zero, sizes.microbatches)
+        return seconds
+
+    def _between_stages_once(
+        self, data: int, tensor: int, schedule: Any, pipeline: int, microbatches: int, chunks: int
+    ) -> float:
+        return pipeline_seconds(
+            self._machine,
+            # Of `tensor`, each device may send its part.
+            self._model.activations / (data * microbatches * tensor),
+            self._model.tied / tensor,
+            ticks_of_step(schedule, pipeline, microbatches, chunks),
+            pipeline,
+            stride=tensor,
+            mesh_devices=data * pipeline * tensor * self._pinned.member,
         )
-    if data > 1:
-        seconds += reduction_seconds(
-            machine,
-            own,
+
+    def _over_data_once(self, data: int, shards: int, zero: int, microbatches: int) -> float:
+        return reduction_seconds(
+            self._machine,
+            self._model.parameters / shards,
             data,
             zero,
-            sizes.microbatches,
+            microbatches,
             stride=shards,
-            mesh_devices=mesh_devices,
-            gathered=0.5 if model.precision == "bfloat16" else 1.0,
-            reduced=reduced_share(pinned, machine, itemsize=4),
+            mesh_devices=data * shards * self._pinned.member,
+            gathered=0.5 if self._model.precision == "bfloat16" else 1.0,
+            reduced=self._reduced,
         )
-    # A pipeline keeps as many microbatches as it has stages, each of one stage.
-    kept = totals.kept / data / sizes.microbatches / shards
-    known = named(sizes.schedule)
-    every = known is not None and known.stores_all
-    kept *= sizes.microbatches if every else min(sizes.pipeline, sizes.microbatches)
-    return seconds, held_bytes(own, model.optimizer / shards, data, zero) + kept
 
 
 def _waiting(sizes: Sizes, totals: StepTotals, layers: int) -> float:

@@ -95,7 +95,11 @@ class TimeCosts:
         )
 
     def _collective(self, axes: Axes, kind: str, sent: float, over: Sequence[str]) -> float:
-        return collective_seconds(self.machine, kind, sent, over, axes.sizes, self._devices(axes))
+        sizes, devices = axes.sizes, self._devices(axes)
+        # A collective is a kernel.
+        return self.machine.start_seconds + collective_seconds(
+            self.machine, kind, sent, over, sizes, devices
+        )
 
     def _devices(self, axes: Axes) -> int:
         return self.plan.data * self.plan.pipeline * axes.size(list(axes.sizes))

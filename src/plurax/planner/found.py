@@ -46,7 +46,8 @@ class Found:
       that need too much memory.
     - `candidates`: the number of plans considered; `least_left`, the least seconds of a plan
       that was not estimated, by its bound or its costs.
-    - `seconds` that the search took.
+    - `evaluations`: how many solutions and estimates were made; `stopped`, whether a limit of time
+      ended the search; `seconds` that it took.
     - `shardings`: the searches over `tensor`, for `explain`.
     """
 
@@ -58,6 +59,8 @@ class Found:
     over: int
     candidates: int
     least_left: float
+    evaluations: int
+    stopped: bool
     seconds: float
     shardings: TensorSearch
 
@@ -98,6 +101,12 @@ class Found:
             raise errors.search_splits_nothing(plan.sizes_text())
         return self.shardings.explain(plan, name)
 
+    @property
+    def best_leaves(self) -> str:
+        """What the fastest plan leaves unused, as text, or "" if it uses all devices."""
+        used, every = self.ranked[0].plan.devices, self.machine.devices
+        return f"{used} of {every} devices: more would be slower" if used < every else ""
+
     # --- Text -------------------------------------------------------------------------------------
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -134,7 +143,15 @@ class Found:
             if self.gap == 0
             else f"a plan that was not estimated could be up to {self.gap:.0%} faster"
         )
-        notes = [f"{proof}; found in {self.seconds:.1f} s"]
+        took = f"found in {self.seconds:.1f} s by {self.evaluations} evaluations"
+        notes = [f"{proof}; {took}"]
+        if self.stopped:
+            notes.append(
+                "stopped by its limit of time: without `seconds` it looks at more plans, and finds "
+                "the same on every computer"
+            )
+        if self.best_leaves:
+            notes.append(f"the fastest uses {self.best_leaves}")
         over = [one for one in self.refused if one.why == "memory"]
         if over:
             least = min(over, key=lambda one: one.memory)

@@ -148,7 +148,6 @@ def tick_table(
     return np.array(list(ticks)), np.array(list(ticks.values()))
 
 
-@functools.cache
 def stored_microbatches(
     schedule: str | tuple[str, ...], pipeline: int, microbatches: int, virtual_stages: int
 ) -> list[int]:
@@ -156,8 +155,14 @@ def stored_microbatches(
     known = named(schedule)
     if known is not None and not known.stores_all:
         # A device stores no more with more microbatches once the pipeline is full.
-        full = 2 * pipeline
-        microbatches = min(microbatches, full + microbatches % pipeline)
+        microbatches = min(microbatches, 2 * pipeline + microbatches % pipeline)
+    return _stored(schedule, pipeline, microbatches, virtual_stages)
+
+
+@functools.cache
+def _stored(
+    schedule: str | tuple[str, ...], pipeline: int, microbatches: int, virtual_stages: int
+) -> list[int]:
     return live_activations(make_schedule(schedule, pipeline, microbatches, virtual_stages))
 
 
@@ -205,18 +210,38 @@ class StagedModel:
             self.schedule, self.pipeline, self.microbatches, self.virtual_stages
         )
         slowest = takes[np.arange(self.pipeline)[:, None], what].sum(axis=2).max(axis=1)
+        seconds = float(slowest @ counts)
+        return Stages(tuple(layers), seconds, self._kept(layers), self._most(layers))
+
+    def balanced_stages(self) -> Stages:
+        """Return stages whose slowest is fastest, with the seconds that follow from it alone.
+
+        No table of ticks is drawn up, which takes seconds for a hundred devices. Where stages
+        differ the seconds are more than those of `stages`: every tick counts as the slowest stage.
+        """
+        even = self.speeds is None and not max(self.embedding.seconds, self.head.seconds)
+        stages = self.pipeline * self.virtual_stages
+        layers = even_layers(self.depth, stages) if even else self.balanced()
+        forward = float(self._times(layers, "forward").max())
+        backward = float(self._times(layers, "backward").max())
+        share = forward / ((forward + backward) or 1.0)
+        times = stage_times(
+            self.schedule, self.pipeline, self.microbatches, self.virtual_stages, share
+        )
+        seconds = times * (forward + backward)
+        return Stages(tuple(layers), seconds, self._kept(layers), self._most(layers))
+
+    def _kept(self, layers: Sequence[int]) -> float:
+        """Return the bytes that a device stores of microbatches; arrays are as large on all."""
         stored = stored_microbatches(
             self.schedule, self.pipeline, self.microbatches, self.virtual_stages
         )
-        # Arrays are as large on all devices.
         most = max(count * stored[stage % self.pipeline] for stage, count in enumerate(layers))
         ends = max(stored[0] * self.embedding.kept, stored[-1] * self.head.kept)
-        return Stages(
-            tuple(layers),
-            float(slowest @ counts),
-            most * self.layers.kept / self.depth + ends,
-            max(layers) * self.virtual_stages,
-        )
+        return most * self.layers.kept / self.depth + ends
+
+    def _most(self, layers: Sequence[int]) -> int:
+        return max(layers) * self.virtual_stages
 
     def _times(self, given: Sequence[int], way: str) -> Float[np.ndarray, "devices virtual_stages"]:
         """Return the seconds of each stage for one microbatch, `forward` or `backward`."""
@@ -294,7 +319,7 @@ def _climbed(model: StagedModel, best: Stages) -> Stages:
     for _ in range(model.depth):
         busy = sorted(range(stages), key=lambda s: -model.stage_seconds(s, best.layers[s]))
         moved = best
-        for source, target in itertools.product(busy[:_SLOWEST], range(stages)):
+        for source, target in itertools.product(busy[:_SLOWEST], busy[-_FASTEST:]):
             layers = list(best.layers)
             layers[source] -= 1
             layers[target] += 1
@@ -306,8 +331,8 @@ def _climbed(model: StagedModel, best: Stages) -> Stages:
     return best
 
 
-_SLOWEST = 4
-"""Stages from which layers are moved: those that take longest."""
+_SLOWEST, _FASTEST = 4, 8
+"""Stages from which layers are moved, those that take longest, and to which."""
 
 _LIMITS = 64
 """Slowest stages that are looked at where devices differ."""

@@ -304,15 +304,20 @@ class TensorSearch:
         """Return the layers of each stage of a candidate, or None where they are equal."""
         if plan.pipeline == 1 or plan.layers is not None or not self._depth:
             return None if plan.layers is None else tuple(plan.layers)
-        found = self._stages(plan).layers
+        found = fastest_stages(self._staged(plan)).layers
         return None if found == even_layers(self._depth, plan.total_stages) else found
 
     def _stages(self, plan: Plan) -> Stages:
+        """Return the stages of a candidate; which layers are fastest is found for its estimate."""
+        model = self._staged(plan)
+        return model.balanced_stages() if plan.layers is None else model.stages(plan.layers)
+
+    def _staged(self, plan: Plan) -> StagedModel:
         solved = self.sharded(plan)
         rows = self._rows(plan) / solved.rows_of_a_microbatch
         assert isinstance(plan.schedule, str | tuple)
         profile = solved.profile
-        model = StagedModel(
+        return StagedModel(
             plan.schedule,
             plan.pipeline,
             plan.microbatches,
@@ -324,7 +329,6 @@ class TensorSearch:
             profile.head.times(rows),
             self._speeds(plan),
         )
-        return fastest_stages(model) if plan.layers is None else model.stages(plan.layers)
 
     def _speeds(self, plan: Plan) -> tuple[float, ...] | None:
         """Return how fast the devices at each place of the pipeline are, if the machine's differ.
@@ -346,11 +350,20 @@ class TensorSearch:
 
     def sharded(self, plan: Plan) -> Sharded:
         """Return the solution for a candidate, found now or shared with another."""
+        return self._shared(plan) or self._search(plan)
+
+    def has_solved(self, tensor: int, remat: str) -> bool:
+        """Whether there is a solution of a size of `tensor` and a remat policy."""
+        return any((tensor, remat, lean) in self._found for lean in (False, True))
+
+    def is_solved(self, plan: Plan) -> bool:
+        """Whether there is a solution that a candidate shares."""
+        return self._shared(plan) is not None
+
+    def _shared(self, plan: Plan) -> Sharded | None:
         lean = self._lean(plan)
-        return (
-            self._nearest(plan, lean, _APART)
-            or (None if lean else self._nearest(plan, True, _APART))
-            or self._search(plan)
+        return self._nearest(plan, lean, _APART) or (
+            None if lean else self._nearest(plan, True, _APART)
         )
 
     def exactly(self, plan: Plan) -> Sharded:

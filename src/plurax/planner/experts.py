@@ -1,0 +1,91 @@
+"""The plans that an expert would try first, for any model and machine.
+
+A search ends after so many evaluations, but not before each of these has been looked at that could
+be the fastest: what it finds is never worse than what everybody knows.
+
+    mesh          devices            data; data x tensor in a node; these x a pipeline
+    devices       all, a node, those of one kind where they differ, one
+    microbatches  of 1, 2, 4 or 8 rows, or one
+    zero, remat   every level, every policy
+    schedule      1f1b, gpipe
+
+    2 nodes of 8, 64 rows    data=16; data=8; data=8, tensor=2; data=2, tensor=8;
+                             data=4, pipeline=2, tensor=2, microbatches=16; ...
+
+Of tensor parallelism the shardings are those of the integer program, which are as good as
+Megatron's (`tests/unit/test_golden_plans.py`).
+
+Sources: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", section 3 (tensor in a node, pipelines across nodes, microbatches of few rows);
+Rajbhandari et al. 2020, "ZeRO".
+"""
+
+import dataclasses
+import itertools
+import math
+
+from plurax.machine import Machine
+from plurax.machine_fields import Level
+from plurax.planner.sizes import Sizes
+
+ROWS = (1, 2, 4, 8)
+"""The rows of a microbatch on one device that experts try."""
+
+_SCHEDULES = ("1f1b", "gpipe")
+
+
+def used_devices(machine: Machine) -> frozenset[int]:
+    """Return the numbers of devices that an expert uses of a machine.
+
+    >>> sorted(used_devices(Machine.preset("8xA100-80GB", nodes=2)))
+    [1, 8, 16]
+    """
+    node = machine.levels[0].devices if machine.levels else 1
+    kinds = (count for count, _ in machine.groups)
+    return frozenset({machine.devices, node, 1, *kinds})
+
+
+def is_expert(sizes: Sizes, machine: Machine, batch_size: int) -> bool:
+    """Whether sizes are those of a plan in the table above."""
+    node = machine.levels[0].devices if machine.levels else 1
+    rows = batch_size // sizes.data
+    return (
+        sizes.data * sizes.pipeline * sizes.tensor in used_devices(machine)
+        and sizes.tensor <= node
+        and (sizes.microbatches == 1 or rows / sizes.microbatches in ROWS)
+        and sizes.schedule in _SCHEDULES
+    )
+
+
+def is_plain(sizes: Sizes) -> bool:
+    """Whether sizes are of data parallelism alone, as one writes it without thinking of memory."""
+    alone = sizes.pipeline == sizes.tensor == sizes.microbatches == 1
+    return alone and sizes.zero == 0 and sizes.remat == "none"
+
+
+def machines_of_kinds(machine: Machine) -> list[Machine]:
+    """Return for each kind of a machine's devices the machine that they are alone.
+
+    >>> from plurax.machine_fields import Level
+    >>> kinds = [(4, Machine.preset("A100-80GB")), (12, Machine.preset("V100-32GB"))]
+    >>> lab = Machine.uneven("lab", kinds, [Level("node", 8, 1e11), Level("rack", 16, 6e9)])
+    >>> for some in machines_of_kinds(lab):
+    ...     print(some.name, [level.devices for level in some.levels])
+    devices 0 to 3 of lab, A100-80GB [4]
+    devices 4 to 15 of lab, V100-32GB [4, 12]
+    """
+    ends = list(itertools.accumulate(count for count, _ in machine.groups))
+    machines = []
+    for (count, kind), end in zip(machine.groups, ends, strict=True):
+        first = end - count
+        levels: list[Level] = []
+        for level in machine.levels:
+            # A group that begins inside a node has blocks of the devices that it shares with one.
+            devices = min(math.gcd(level.devices, first), count)
+            if level is machine.levels[-1]:
+                devices = count
+            if devices > (levels[-1].devices if levels else 1):
+                levels.append(dataclasses.replace(level, devices=devices))
+        name = f"devices {first} to {end - 1} of {machine.name}, {kind.name}"
+        machines.append(dataclasses.replace(kind, name=name, levels=levels))
+    return machines

@@ -1,0 +1,175 @@
+"""A plan found is never slower, by its estimate, than those that experts would try.
+
+The grid is of networks, machines and links between them. An expert's plan is written by hand here:
+nothing of the search says which these are.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests import models
+from tests.zoo.test_zoo import MODELS
+from tests.zoo.test_zoo import task as zoo_task
+
+import plurax as px
+from plurax.machine_fields import Level
+from plurax.planner.experts import is_expert, machines_of_kinds, used_devices
+from plurax.planner.sizes import Sizes
+
+A100, V100 = px.Machine.preset("A100-80GB"), px.Machine.preset("V100-32GB")
+NODE, RACK = 150e9, 6.25e9
+
+
+def two_nodes(between):
+    machine = px.Machine.preset("4xA100-80GB", nodes=2)
+    node, rack = machine.levels
+    return dataclasses.replace(machine, levels=[node, dataclasses.replace(rack, bandwidth=between)])
+
+
+def uneven(*groups):
+    every = sum(count for count, _ in groups)
+    levels = [Level("node", 4, NODE, 3.4e-6), Level("rack", every, RACK, 9.6e-6)]
+    return px.Machine.uneven("lab", groups, levels)
+
+
+MACHINES = {
+    "one device": A100,
+    "a node": px.Machine.preset("4xA100-80GB"),
+    "two nodes": two_nodes(25e9),
+    "two nodes far apart": two_nodes(1e8),
+    "fast and slow": uneven((4, A100), (4, V100)),
+    "slow and fast": uneven((4, V100), (4, A100)),
+    "few fast": uneven((2, A100), (6, V100)),
+    "cores": px.Machine("cores", {"float32": 1e11}, 8e9, 1e10, [Level("node", 4, 5e9, 2e-5)],
+                        overhead=5e-6),
+}  # fmt: skip
+
+
+def perceptron(width, rows):
+    """Six square layers, of which every second one is split by rows."""
+
+    def init(key):
+        return {f"w{layer}": jnp.zeros((width, width)) for layer in range(6)}
+
+    def loss(params, batch, keys):
+        x = batch["x"]
+        for layer in range(6):
+            x = jnp.tanh(x @ params[f"w{layer}"])
+        return jnp.mean(x**2, -1)
+
+    rules = {f"w{n}": ("tensor", None) if n % 2 else (None, "tensor") for n in range(6)}
+    return px.Task(init=init, loss=loss), {"x": jnp.zeros((rows, width))}, rules
+
+
+def from_zoo(name, rows):
+    model = MODELS[name]
+    return zoo_task(model), model.data(np.random.default_rng(0), rows), model.rules
+
+
+NETWORKS = {
+    "small perceptron": lambda: perceptron(512, 1024),
+    "large perceptron": lambda: perceptron(4096, 4096),
+    "experts": lambda: from_zoo("experts", 64),
+    "fourier": lambda: from_zoo("fourier", 64),
+    "transformer": lambda: (models.transformer_stack(), models.text(64), models.megatron()),
+}
+
+
+def written_by_hand(machine, rules, rows, layers):
+    """Plans of data, tensor in a node, and pipelines, as an expert would write them."""
+    node = machine.levels[0].devices if machine.levels else 1
+    for used in sorted({machine.devices, node, 1}):
+        for pipeline, tensor in itertools.product((1, 2), (1, 2, 4)):
+            data = used // pipeline // tensor
+            if data * pipeline * tensor != used or tensor > node or pipeline > layers:
+                continue
+            own = rows // data
+            for each, zero, remat in itertools.product(
+                {own, 1, 2, 4, 8}, range(4) if data > 1 else (0,), ("none", "dots", "full")
+            ):
+                microbatches = own // each
+                if own % each or microbatches < pipeline or (pipeline > 1 and zero > 1):
+                    continue
+                yield px.Plan(
+                    data=data, pipeline=pipeline, tensor=tensor, microbatches=microbatches,
+                    zero=zero, remat=remat, shardings=rules if tensor > 1 else {},
+                )  # fmt: skip
+
+
+def alone(machine):
+    """The machine, and the devices of each of its kinds."""
+    return [machine, *(dataclasses.replace(kind, levels=[Level("node", count, NODE, 3.4e-6)])
+                       for count, kind in machine.groups if count in (2, 4))]  # fmt: skip
+
+
+def fastest_by_hand(task, batch, rules, machine, below):
+    """The fastest estimate of a plan by hand, of those that may take less than some seconds."""
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    best = None
+    for some in alone(machine):
+        for plan in written_by_hand(some, rules, rows, task.stack.depth if task.stack else 1):
+            try:
+                estimated = px.estimate(task, optax.adam(1e-3), plan, batch, some)
+            except (px.errors.PlanError, px.errors.MachineError):
+                continue
+            if estimated.fits and (best is None or estimated.seconds < best.seconds):
+                best = estimated
+    return best
+
+
+GRID = [*itertools.product(NETWORKS, MACHINES)]
+DEFAULT = {("small perceptron", "slow and fast"), ("small perceptron", "a node")}
+
+
+@pytest.mark.parametrize(
+    ("network", "machine"),
+    [pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow) for case in GRID],
+)
+def test_no_expert_is_faster(network, machine):
+    task, batch, rules = NETWORKS[network]()
+    found = px.search(task, optax.adam(1e-3), batch, MACHINES[machine])
+    by_hand = fastest_by_hand(task, batch, rules, MACHINES[machine], found.ranked[0].seconds)
+    assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9), by_hand
+
+
+def test_on_uneven_machines_the_devices_of_the_best_plan_are_named():
+    task, batch, _ = perceptron(512, 1024)
+    found = px.search(task, optax.adam(1e-3), batch, MACHINES["slow and fast"])
+    assert found.machine.name == "devices 4 to 7 of lab, A100-80GB"
+    assert "plans for devices 4 to 7 of lab, A100-80GB" in str(found)
+    assert found.machine.memory == A100.memory
+
+
+def test_kinds_alone():
+    assert machines_of_kinds(A100) == []
+    first, second = machines_of_kinds(uneven((2, A100), (6, V100)))
+    assert (first.devices, second.devices) == (2, 6)
+    # The second kind begins inside a node: its devices are in blocks of two.
+    assert [level.devices for level in second.levels] == [2, 6]
+    assert [level.bandwidth for level in second.levels] == [NODE, RACK]
+    assert used_devices(uneven((2, A100), (6, V100))) == {8, 4, 2, 6, 1}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ((8, 1, 1, 1, 0, "none", "1f1b", 1), True),
+        ((8, 1, 1, 8, 3, "full", "1f1b", 1), True),
+        ((1, 2, 4, 64, 0, "full", "gpipe", 1), True),
+        ((4, 1, 1, 1, 0, "none", "1f1b", 1), True),  # a node
+        ((2, 1, 1, 1, 0, "none", "1f1b", 1), False),
+        ((8, 1, 1, 2, 0, "none", "1f1b", 1), True),  # of 4 rows
+        ((4, 1, 1, 1, 0, "none", "interleaved", 1), False),
+        ((1, 1, 8, 1, 0, "none", "1f1b", 1), False),  # `tensor` of two nodes
+        ((4, 1, 1, 1, 1, "dots", "1f1b", 1), True),
+        ((1, 1, 4, 1, 0, "none", "1f1b", 1), True),
+        ((1, 1, 4, 2, 0, "none", "1f1b", 1), False),  # of 32 rows
+    ],
+)
+def test_what_experts_try(sizes, wanted):
+    assert is_expert(Sizes(*sizes), two_nodes(25e9), 64) == wanted
