@@ -250,7 +250,6 @@ FURTHER = (
     "tests/unit/test_replicas.py::test_where_there_are_no_copies_nothing_runs[members alone]",
     "tests/unit/test_run_file.py::test_the_best_state_predicts[px.Members(2)]",
     "tests/unit/test_expert_plans.py::test_no_expert_is_faster[small perceptron-a node]",
-    "tests/unit/test_expert_plans.py::test_no_expert_is_faster[small perceptron-slow and fast]",
     "tests/unit/test_search.py::test_plans_are_ranked_by_what_an_estimate_says[{'pipeline': 2}]",
     "tests/unit/test_servers.py::test_a_prepared_worker_compiles_no_more[pipeline]",
     "tests/unit/test_servers.py::test_a_prepared_worker_compiles_no_more[zero]",

@@ -107,8 +107,8 @@ def alone(machine):
                        for count, kind in machine.groups if count in (2, 4))]  # fmt: skip
 
 
-def fastest_by_hand(task, batch, rules, machine, below):
-    """The fastest estimate of a plan by hand, of those that may take less than some seconds."""
+def fastest_by_hand(task, batch, rules, machine):
+    """The estimate of the fastest plan by hand that fits."""
     rows = jax.tree.leaves(batch)[0].shape[0]
     best = None
     for some in alone(machine):
@@ -123,7 +123,7 @@ def fastest_by_hand(task, batch, rules, machine, below):
 
 
 GRID = [*itertools.product(NETWORKS, MACHINES)]
-DEFAULT = {("small perceptron", "slow and fast"), ("small perceptron", "a node")}
+DEFAULT = {("small perceptron", "a node")}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ DEFAULT = {("small perceptron", "slow and fast"), ("small perceptron", "a node")
 def test_no_expert_is_faster(network, machine):
     task, batch, rules = NETWORKS[network]()
     found = px.search(task, optax.adam(1e-3), batch, MACHINES[machine])
-    by_hand = fastest_by_hand(task, batch, rules, MACHINES[machine], found.ranked[0].seconds)
+    by_hand = fastest_by_hand(task, batch, rules, MACHINES[machine])
     assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9), by_hand
 
 

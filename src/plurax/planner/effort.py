@@ -4,7 +4,7 @@ A clock would make what is found depend on how fast and how busy the computer is
 
     evaluations=12     solutions of shardings over `tensor`    6 at most
                        estimates                               what is left of the 12
-                       plans of experts                        of either kind, up to 24
+                       plans of experts                        of either kind, 12 more
                        looks at what a solution says           1,200
 """
 
@@ -17,8 +17,8 @@ from typing import Literal, final
 EVALUATIONS = 12
 """By default."""
 
-EXPERTS = 2
-"""Plans that experts know are evaluated up to so many times the usual effort."""
+EXPERTS = 1
+"""The evaluations of plans that experts know, beside the usual ones, by their number."""
 
 LOOKS = 100
 """Candidates with known solutions looked at for each evaluation: milliseconds each."""
@@ -43,12 +43,13 @@ class Effort:
         self._end = math.inf if seconds is None else started + seconds
         self._longest = 0.0
         self._steps: dict[Step, int] = dict.fromkeys(("solution", "estimate", "look"), 0)
+        self._experts = 0
         self.found, self.stopped = False, False
 
     @property
     def spent(self) -> int:
         """The evaluations made."""
-        return self._steps["solution"] + self._steps["estimate"]
+        return self._steps["solution"] + self._steps["estimate"] + self._experts
 
     def allows(self, step: Step, must: bool) -> bool:
         """Whether a step may be made; one that `must` be is a plan that experts know.
@@ -56,22 +57,27 @@ class Effort:
         None is begun that may not end in time.
         """
         limits = {"solution": self._evaluations // 2, "look": LOOKS * self._evaluations}
-        if not must and self._steps[step] >= max(1, limits.get(step, math.inf)):
+        more = must and self._experts < EXPERTS * self._evaluations
+        if not more and self._steps[step] >= max(1, limits.get(step, math.inf)):
             return False
         if not self.found:
             return True
         if time.perf_counter() + self._longest > self._end:
             self.stopped = True
             return False
-        limit = self._evaluations * (EXPERTS if must else 1)
-        return step == "look" or self.spent < limit
+        if step == "look" or more:
+            return True
+        return self._steps["solution"] + self._steps["estimate"] < self._evaluations
 
     @contextlib.contextmanager
-    def spent_on(self, step: Step) -> Iterator[None]:
+    def spent_on(self, step: Step, must: bool) -> Iterator[None]:
         """Count a step."""
         began = time.perf_counter()
         try:
             yield
         finally:
             self._longest = max(self._longest, time.perf_counter() - began)
-            self._steps[step] += 1
+            if must and step != "look" and self._experts < EXPERTS * self._evaluations:
+                self._experts += 1
+            else:
+                self._steps[step] += 1
