@@ -388,7 +388,7 @@ def test_a_search_is_a_function_of_its_arguments(found, monkeypatch):
 def test_more_evaluations_than_asked_are_made_for_experts_alone():
     pinned = {"remat": "none", "tensor": 1}
     few, more = (searched(SLOW, evaluations=n, count=1, pinned=pinned) for n in (2, 24))
-    assert few.evaluations <= 2 * (1 + effort.EXPERTS)
+    assert few.evaluations <= 2 * 2
     assert 2 < few.evaluations <= more.evaluations
     assert more.ranked[0].seconds <= few.ranked[0].seconds
     assert f"by {few.evaluations} evaluations" in str(few)
@@ -409,7 +409,7 @@ def test_a_limit_of_time_stops_a_search_and_it_says_so(monkeypatch):
 
 def test_devices_that_are_left_unused_are_named():
     found = searched(FAR, count=1, pinned={"tensor": 1})
-    assert "the fastest uses 1 of 4 devices: more would be slower" in str(found)
+    assert "the fastest uses 1 of 4 devices" in str(found)
 
 
 def test_of_equally_fast_plans_the_surer_one_comes_first():

@@ -17,10 +17,7 @@ from typing import Literal, final
 EVALUATIONS = 12
 """By default."""
 
-EXPERTS = 1
-"""The evaluations of plans that experts know, beside the usual ones, by their number."""
-
-LOOKS = 100
+_LOOKS = 100
 """Candidates with known solutions looked at for each evaluation: milliseconds each."""
 
 Step = Literal["solution", "estimate", "look"]
@@ -35,49 +32,45 @@ class Effort:
     Half of the evaluations may be solutions: there are hundreds of sizes of `tensor` on large
     machines. Estimates go on until a plan is `found` that fits.
 
-    **Attributes:** `found`; `stopped`, whether time was over.
+    **Attributes:** `found`; `spent`, the evaluations made; `stopped`, whether time was over.
     """
 
     def __init__(self, evaluations: int, seconds: float | None, started: float) -> None:
-        self._evaluations = evaluations
+        self._usual = self._experts = evaluations
+        self._solutions, self._looks = max(1, evaluations // 2), _LOOKS * evaluations
         self._end = math.inf if seconds is None else started + seconds
         self._longest = 0.0
-        self._steps: dict[Step, int] = dict.fromkeys(("solution", "estimate", "look"), 0)
-        self._experts = 0
-        self.found, self.stopped = False, False
+        self.found, self.spent, self.stopped = False, 0, False
 
-    @property
-    def spent(self) -> int:
-        """The evaluations made."""
-        return self._steps["solution"] + self._steps["estimate"] + self._experts
-
-    def allows(self, step: Step, must: bool) -> bool:
-        """Whether a step may be made; one that `must` be is a plan that experts know.
+    def allows(self, step: Step, expert: bool) -> bool:
+        """Whether a step may be made, for an expert's plan or another one.
 
         None is begun that may not end in time.
         """
-        limits = {"solution": self._evaluations // 2, "look": LOOKS * self._evaluations}
-        more = must and self._experts < EXPERTS * self._evaluations
-        if not more and self._steps[step] >= max(1, limits.get(step, math.inf)):
-            return False
-        if not self.found:
-            return True
-        if time.perf_counter() + self._longest > self._end:
+        if self.found and time.perf_counter() + self._longest > self._end:
             self.stopped = True
             return False
-        if step == "look" or more:
+        if step == "look":
+            return self._looks > 0
+        if expert and self._experts > 0:
             return True
-        return self._steps["solution"] + self._steps["estimate"] < self._evaluations
+        if step == "solution" and self._solutions <= 0:
+            return False
+        return self._usual > 0 or not self.found
 
     @contextlib.contextmanager
-    def spent_on(self, step: Step, must: bool) -> Iterator[None]:
+    def spent_on(self, step: Step, expert: bool) -> Iterator[None]:
         """Count a step."""
         began = time.perf_counter()
         try:
             yield
         finally:
             self._longest = max(self._longest, time.perf_counter() - began)
-            if must and step != "look" and self._experts < EXPERTS * self._evaluations:
-                self._experts += 1
+            if step == "look":
+                self._looks -= 1
+            elif expert and self._experts > 0:
+                self._experts -= 1
             else:
-                self._steps[step] += 1
+                self._usual -= 1
+                self._solutions -= step == "solution"
+            self.spent += step != "look"

@@ -1,7 +1,7 @@
 """The plans that an expert would try first, for any model and machine.
 
-A search ends after so many evaluations, but not before each of these has been looked at that could
-be the fastest: what it finds is never worse than what everybody knows.
+A search ends after so many evaluations. These have as many of their own, and are looked at until
+none of them is expected to be faster than the fastest estimate.
 
     mesh          devices            data; data x tensor in a node; these x a pipeline
     devices       all, a node, those of one kind where they differ, one
@@ -12,8 +12,9 @@ be the fastest: what it finds is never worse than what everybody knows.
     2 nodes of 8, 64 rows    data=16; data=8; data=8, tensor=2; data=2, tensor=8;
                              data=4, pipeline=2, tensor=2, microbatches=16; ...
 
-Of tensor parallelism the shardings are those of the integer program, which are as good as
-Megatron's (`tests/unit/test_golden_plans.py`).
+Of tensor parallelism the shardings are those of the integer program: as good as Megatron's where
+bytes count (`tests/unit/test_golden_plans.py`), not always where starting kernels does (decision
+0066).
 
 Sources: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", section 3 (tensor in a node, pipelines across nodes, microbatches of few rows);

@@ -101,12 +101,6 @@ class Found:
             raise errors.search_splits_nothing(plan.sizes_text())
         return self.shardings.explain(plan, name)
 
-    @property
-    def best_leaves(self) -> str:
-        """What the fastest plan leaves unused, as text, or "" if it uses all devices."""
-        used, every = self.ranked[0].plan.devices, self.machine.devices
-        return f"{used} of {every} devices: more would be slower" if used < every else ""
-
     # --- Text -------------------------------------------------------------------------------------
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -143,15 +137,15 @@ class Found:
             if self.gap == 0
             else f"a plan that was not estimated could be up to {self.gap:.0%} faster"
         )
-        took = f"found in {self.seconds:.1f} s by {self.evaluations} evaluations"
-        notes = [f"{proof}; {took}"]
+        notes = [f"{proof}; found in {self.seconds:.1f} s by {self.evaluations} evaluations"]
         if self.stopped:
             notes.append(
                 "stopped by its limit of time: without `seconds` it looks at more plans, and finds "
                 "the same on every computer"
             )
-        if self.best_leaves:
-            notes.append(f"the fastest uses {self.best_leaves}")
+        used = self.ranked[0].plan.devices
+        if used < self.machine.devices:
+            notes.append(f"the fastest uses {used} of {self.machine.devices} devices")
         over = [one for one in self.refused if one.why == "memory"]
         if over:
             least = min(over, key=lambda one: one.memory)

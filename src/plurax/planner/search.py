@@ -109,24 +109,22 @@ def search(
         machine = measure_machine()
     if not isinstance(machine, Machine):
         raise errors.machine_wrong_type(machine)
-    memory = None if memory is None else bytes_of(memory)
+    limit = None if memory is None else bytes_of(memory)
     started = time.perf_counter()
-    limits = memory, count, evaluations, seconds, started
-    wanted = _Wanted(task, optimizer, abstract_batch(batch), pinned, fields)
+    wanted = _Wanted(task, optimizer, abstract_batch(batch), pinned, fields, limit, count)
     results: list[Found] = []
     refusal: errors.PlanError | None = None
-    # Plans of all devices first: of equally fast ones that is taken which needs no choice of them.
+    # All devices first: of equally fast plans that one is taken which needs no choice of devices.
     for some in (machine, *machines_of_kinds(machine)):
         try:
-            results.append(_search_on(some, wanted, *limits))
+            results.append(_search_on(some, wanted, Effort(evaluations, seconds, started)))
         except errors.PlanError as error:
             refusal = refusal or error
     if not results:
         assert refusal is not None
         raise refusal
-    best = min(results, key=lambda one: one.ranked[0].seconds)
     return dataclasses.replace(
-        best,
+        min(results, key=lambda one: one.ranked[0].seconds),
         evaluations=sum(one.evaluations for one in results),
         stopped=any(one.stopped for one in results),
         seconds=time.perf_counter() - started,
@@ -135,28 +133,23 @@ def search(
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """What a plan is searched for; `fields` of `pinned` hold."""
+    """What is searched: `batch`, as `jax.ShapeDtypeStruct`s; `fields` of `pinned`, which hold;
+    `memory`, the bytes that a device may use, or None; `count`, of plans to rank."""
 
     task: Task
     optimizer: optax.GradientTransformation
     batch: PyTree
     pinned: Plan
     fields: Sequence[str]
+    memory: float | None
+    count: int
 
 
-def _search_on(
-    machine: Machine,
-    wanted: _Wanted,
-    memory: float | None,
-    count: int,
-    evaluations: int,
-    seconds: float | None,
-    started: float,
-) -> Found:
-    """Search on one machine. See `search`; `started` is when the search began."""
+def _search_on(machine: Machine, wanted: _Wanted, effort: Effort) -> Found:
+    """Search on one machine; the seconds are those of `search`."""
     task, optimizer, like = wanted.task, wanted.optimizer, wanted.batch
     pinned, fields = wanted.pinned, wanted.fields
-    limit = machine.memory if memory is None else memory
+    limit = machine.memory if wanted.memory is None else wanted.memory
     remats = (pinned.remat,) if "remat" in fields else REMATS
     model = model_of(task, optimizer, like, pinned.precision, machine, remats)
     if not task.coupled:
@@ -175,9 +168,8 @@ def _search_on(
         task, like, lambda plan: TimeCosts(machine, plan, ratios), ratios, machine, limit,
         model.activations,
     )  # fmt: skip
-    run = _Search(task, optimizer, like, machine, model, limit, shardings)
-    effort = Effort(evaluations, seconds, started)
-    run.look(every, count, effort)
+    run = _Search(task, optimizer, like, machine, model, limit, shardings, effort)
+    run.look(every, wanted.count)
     if not run.ranked:
         raise _nothing_fits(limit, run.refused)
     return Found(
@@ -191,7 +183,7 @@ def _search_on(
         least_left=run.least_left,
         evaluations=effort.spent,
         stopped=effort.stopped,
-        seconds=time.perf_counter() - started,
+        seconds=0.0,
         shardings=shardings,
     )
 
@@ -247,14 +239,16 @@ class _Search:
         model: Model,
         limit: float,
         shardings: TensorSearch,
+        effort: Effort,
     ) -> None:
         self._task, self._optimizer, self._batch = task, optimizer, batch
         self._machine, self._model, self._limit = machine, model, limit
         # For each size of `tensor` looked at, the seconds of its collectives for one row.
         self._sent: dict[int, float] = {}
         self._all_reduce = functools.cache(self._all_reduce_once)
-        self._shardings = shardings
+        self._shardings, self._effort = shardings, effort
         self._learned = _Learned()
+        self._experts: set[Sizes] = set()
         self._most = 1.0  # of the risks of all candidates
         self.ranked: list[Ranked] = []
         self.slower: list[Ranked] = []
@@ -262,55 +256,78 @@ class _Search:
         self.over = 0
         self.least_left = math.inf
 
-    def look(self, every: Sequence[CandidatePlan], count: int, effort: Effort) -> None:
+    def look(self, every: Sequence[CandidatePlan], count: int) -> None:
         """Look at candidates, the most promising first, until `count` are known to be the best.
 
         Those are left out for which there is no effort left, but not before one is found that fits.
         """
-        queue = _CandidateQueue()
-        for candidate in every:
-            if candidate.memory <= self._limit:
-                self._most = max(self._most, self._risk(candidate.memory))
-                queue.push(candidate.seconds, candidate, risk=self._risk(candidate.memory))
+        fitting = [one for one in every if one.memory <= self._limit]
         over = [one for one in every if one.memory > self._limit]
         self.over = len(over)
         for candidate in heapq.nsmallest(_NEAREST, over, key=lambda one: one.memory):
             self._refuse(candidate, "memory")
-        self._look_at_smallest_tensor(every, effort)
-        sampled = self._sample_policies(every, effort)
-        for candidate, fits in sampled.values():
-            queue.push(fits.seconds, candidate, fits, risk=_NEAR * self._most)
+        self._most = max((self._risk(one.memory) for one in fitting), default=1.0)
+        batch_size = self._model.batch_size
+        self._experts = {
+            one.sizes for one in fitting if is_expert(one.sizes, self._machine, batch_size)
+        }
+        self._look_at_smallest_tensor(fitting)
+        queue = self._queued(fitting)
         while len(queue) and len(self.ranked) < count:
             least, candidate, known = queue.pop()
-            if candidate.sizes in sampled and not isinstance(known, Ranked):
-                continue
             if isinstance(known, Ranked):
                 self.ranked.append(known)
             elif known is None and (bound := self._least(candidate)) > least:
                 # What has been found since says that it takes longer.
                 queue.push(bound, candidate, risk=self._risk(candidate.memory))
-            elif not effort.allows(self._next_step(candidate, known), self._must(candidate)):
+            elif not self._effort.allows(self._step(candidate, known), self._must(candidate)):
                 self.least_left = min(self.least_left, least)
-            elif (result := known or self._computed(candidate, effort)) is not None:
+            elif (result := known or self._computed(candidate)) is not None:
                 now = max(self._learned.seconds(candidate.plan, result), candidate.seconds)
                 memory = self._learned.memory(candidate.plan, result)
                 if memory > self._limit:
                     self._refuse(dataclasses.replace(candidate, memory=memory), "memory")
                 elif known is None or now > least * _SAME:
-                    known_alike = self._learned.knows(candidate.plan)
-                    risk = 1.0 if known_alike else min(self._risk(memory), self._most)
-                    if self._must(candidate) or not known_alike:
-                        risk *= min(1.0, self._learned.doubt(candidate.plan))
-                    if self._must(candidate) and is_plain(candidate.sizes):
-                        risk *= _PLAIN
-                    queue.push(now, candidate, result, risk=risk)
-                elif (ranked := self._estimated(candidate, result, effort)) is not None:
+                    queue.push(now, candidate, result, self._doubt(candidate, memory))
+                elif (ranked := self._estimated(candidate, result)) is not None:
                     # Only after all that could be faster, however sure it is that they fit.
                     queue.push(ranked.seconds, candidate, ranked, risk=_NEAR * self._most)
         self.least_left = min([self.least_left, *queue.left()])
         self.slower = queue.estimated()
         # What was computed before the estimate may have been more than the estimate.
         self.ranked.sort(key=lambda one: (one.seconds, one.plan.devices))
+
+    def _queued(self, fitting: Sequence[CandidatePlan]) -> "_CandidateQueue":
+        """Return candidates by their bounds, but of each remat policy one that is estimated.
+
+        It says by how much what is computed is off: what a policy computes anew is mostly fused,
+        and what it does not keep is not written. Of GPT of 1.7 billion parameters `full` is 12 %
+        faster than `none`, and computed 28 % slower.
+        """
+        queue, sampled = _CandidateQueue(), set()
+        for policy in self._model.totals:
+            alone = [
+                one for one in fitting
+                if one.sizes.remat == policy and one.sizes.tensor == one.sizes.pipeline == 1
+            ]  # fmt: skip
+            if alone and self._effort.allows("estimate", True):
+                first = min(alone, key=lambda one: one.seconds * self._risk(one.memory))
+                sampled.add(first.sizes)
+                if (result := self._computed(first)) and (fits := self._estimated(first, result)):
+                    queue.push(fits.seconds, first, fits, risk=_NEAR * self._most)
+        for candidate in fitting:
+            if candidate.sizes not in sampled:
+                queue.push(candidate.seconds, candidate, risk=self._risk(candidate.memory))
+        return queue
+
+    def _doubt(self, candidate: CandidatePlan, memory: float) -> float:
+        """Return the factor with which the seconds expected of a candidate count for its place."""
+        must = self._must(candidate)
+        if must and is_plain(candidate.sizes):
+            return _PLAIN
+        if self._learned.knows(candidate.plan):
+            return _SURE if must else 1.0
+        return _UNSURE * min(self._risk(memory), self._most)
 
     def _risk(self, memory: float) -> float:
         """Return by what the seconds of a plan count more, the less sure it is that it fits.
@@ -323,36 +340,10 @@ class _Search:
         return candidate.seconds + self._least_tensor(candidate)
 
     def _must(self, candidate: CandidatePlan) -> bool:
-        """Whether a candidate is to be looked at beyond the usual effort: an expert's, until it is
-        known which plan is the fastest."""
-        size = self._model.batch_size
-        return not self.ranked and is_expert(candidate.sizes, self._machine, size)
+        """Whether a candidate is an expert's, to be looked at until the fastest plan is known."""
+        return not self.ranked and candidate.sizes in self._experts
 
-    def _sample_policies(
-        self, every: Sequence[CandidatePlan], effort: Effort
-    ) -> dict[Sizes, tuple[CandidatePlan, Ranked]]:
-        """Estimate a plan of each remat policy, which says by how much what is computed is off.
-
-        What a policy computes anew is mostly fused, and what it does not keep is not written: of
-        GPT of 1.7 billion parameters `full` is 12 % faster than `none`, and computed 28 % slower.
-        """
-        sampled = {}
-        for policy in self._model.totals:
-            some = [
-                c for c in every
-                if c.sizes.remat == policy and c.sizes.tensor == c.sizes.pipeline == 1
-                and c.memory <= self._limit
-            ]  # fmt: skip
-            if not some or not effort.allows("estimate", True):
-                continue
-            first = min(some, key=lambda c: c.seconds * self._risk(c.memory))
-            if (result := self._computed(first, effort)) is not None:
-                fits = self._estimated(first, result, effort)
-                if fits is not None:
-                    sampled[first.sizes] = first, fits
-        return sampled
-
-    def _next_step(self, candidate: CandidatePlan, known: "_Computed | None") -> Step:
+    def _step(self, candidate: CandidatePlan, known: "_Computed | None") -> Step:
         """Return what is to be done for a candidate."""
         if known is not None:
             return "estimate"
@@ -367,10 +358,10 @@ class _Search:
             return "look"  # which refuses it
         return "solution" if sizes.tensor > 1 else "estimate"
 
-    def _computed(self, candidate: CandidatePlan, effort: Effort) -> "_Computed | None":
+    def _computed(self, candidate: CandidatePlan) -> "_Computed | None":
         """Return what a candidate takes on the solved graph, or None if it cannot be."""
         try:
-            with effort.spent_on(self._next_step(candidate, None), self._must(candidate)):
+            with self._effort.spent_on(self._step(candidate, None), self._must(candidate)):
                 if not self._shardings.splits(candidate.plan):
                     return None
             seconds = self._shardings.seconds(candidate.plan)
@@ -381,12 +372,12 @@ class _Search:
         own, kept = self._shardings.memory(candidate.plan)
         return _Computed(seconds, own, max(kept, candidate.memory - own))
 
-    def _look_at_smallest_tensor(self, every: Sequence[CandidatePlan], effort: Effort) -> None:
+    def _look_at_smallest_tensor(self, fitting: Sequence[CandidatePlan]) -> None:
         """Solve the smallest `tensor`, which says at the least what larger ones send."""
-        split = [one for one in every if one.sizes.tensor > 1 and one.memory <= self._limit]
+        split = [one for one in fitting if one.sizes.tensor > 1]
         if split:
             first = min(split, key=lambda one: (one.sizes.tensor, one.seconds))
-            with contextlib.suppress(errors.PlanError), effort.spent_on("solution", False):
+            with contextlib.suppress(errors.PlanError), self._effort.spent_on("solution", False):
                 self._learn(first)
 
     def _learn(self, candidate: CandidatePlan) -> None:
@@ -416,12 +407,10 @@ class _Search:
             "all-reduce", 2**22, devices, 1, mesh_devices=self._machine.devices
         )
 
-    def _estimated(
-        self, candidate: CandidatePlan, computed: "_Computed", effort: Effort
-    ) -> Ranked | None:
+    def _estimated(self, candidate: CandidatePlan, computed: "_Computed") -> Ranked | None:
         """Return a candidate with its shardings and its estimate, or None if it cannot be."""
         try:
-            with effort.spent_on("estimate", self._must(candidate)):
+            with self._effort.spent_on("estimate", self._must(candidate)):
                 plan = self._shardings.plan(candidate.plan)
                 estimated = estimate(self._task, self._optimizer, plan, self._batch, self._machine)
         except (errors.PlanError, errors.MachineError) as error:
@@ -432,7 +421,7 @@ class _Search:
         if safe > self._limit:
             self.refused.append(Ranked(candidate.plan, plan, estimated, safe, "memory"))
             return None
-        effort.found = True
+        self._effort.found = True
         return Ranked(candidate.plan, plan, estimated, estimated.peak)
 
     def _refuse(self, candidate: CandidatePlan, why: str) -> None:
@@ -442,15 +431,9 @@ class _Search:
 _NEAREST = 3
 """Of the plans that need too much memory by their bounds, how many are named."""
 
-_DOUBTS = {True: 0.95, False: 0.85}
-"""What estimates may be by what is expected, if plans alike are estimated and if not, before a few
-have shown it."""
-
-_PLAIN = 0.5
-"""The plainest plans are estimated unless twice as much is expected of them: they are few."""
-
-_FEW, _NEARLY = 3, 0.98
-"""After so many estimates, what was seen of them counts, and a little more."""
+_UNSURE, _SURE, _PLAIN = 0.85, 0.95, 0.5
+"""What an estimate may be by what is expected: of a plan to which none alike is estimated; of an
+expert's to which one is; of the plainest ones, which are few, so that they are seldom left out."""
 
 _NEAR = 1.05
 """Plans expected to be slower than an estimated one by less than this are estimated before it is
@@ -488,18 +471,12 @@ class _Learned:
         # For a remat policy, the seconds in which the kernels of a microbatch start; and of a step
         # those of the update.
         self._starts: dict[str, float] = {}
-        self._update_starts = math.inf
-        # Of plans alike to which one was estimated, and of others: what estimates were by what was
-        # expected of them.
-        self._hits: dict[bool, list[float]] = {True: [], False: []}
+        self._update_starts: float | None = None
 
     def add(self, plan: Plan, computed: _Computed, estimated: Estimate) -> None:
         """Compare what was computed with an estimate."""
-        # Of a policy of which nothing was known, an estimate says nothing of what to expect.
-        if (self._alike(plan)[0][:2], None) in self._ratios:
-            hit = estimated.seconds / self.seconds(plan, computed)
-            self._hits[self.knows(plan)].append(hit)
-        self._update_starts = min(self._update_starts, estimated.update.overhead)
+        update = estimated.update.overhead
+        self._update_starts = min(update, self._update_starts or update)
         if plan.pipeline == 1:
             starts = estimated.gradient.overhead / plan.microbatches
             self._starts[plan.remat] = min(self._starts.get(plan.remat, starts), starts)
@@ -511,21 +488,10 @@ class _Learned:
             seconds, bytes_ = self._ratios.get(key, now)
             self._ratios[key] = min(seconds, now[0]), min(bytes_, kept)
 
-    def doubt(self, plan: Plan) -> float:
-        """Return by what the seconds of a plan may be less than what is expected.
-
-        It is as much as was seen of plans so far, once there were a few.
-        """
-        known = self.knows(plan)
-        hits, usual = self._hits[known], _DOUBTS[known]
-        return max(min(hits), usual / 2) * _NEARLY if len(hits) >= _FEW else usual
-
     def _with_starts(self, plan: Plan, computed: _Computed) -> float:
-        if not self._ratios and not self._starts:
-            return computed.seconds
         starts = self._starts.get(plan.remat, min(self._starts.values(), default=0.0))
-        each = plan.microbatches / plan.pipeline * starts
-        return computed.seconds + each + self._update_starts / plan.pipeline
+        starts = plan.microbatches * starts + (self._update_starts or 0.0)
+        return computed.seconds + starts / plan.pipeline
 
     def seconds(self, plan: Plan, computed: _Computed) -> float:
         """Return the seconds of a step that an estimate is expected to say."""
