@@ -130,7 +130,9 @@ DEFAULT = {("small perceptron", "a node")}
     ("network", "machine"),
     [pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow) for case in GRID],
 )
-def test_no_expert_is_faster(network, machine):
+def test_no_expert_is_faster(request, network, machine):
+    if network in ("experts", "fourier"):
+        request.getfixturevalue("x64")  # as the zoo has them
     task, batch, rules = NETWORKS[network]()
     found = px.search(task, optax.adam(1e-3), batch, MACHINES[machine])
     by_hand = fastest_by_hand(task, batch, rules, MACHINES[machine])
