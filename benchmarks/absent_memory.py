@@ -344,12 +344,12 @@ def compiled_bytes(machine: str, name: str) -> dict[str, int]:
 def planned_bytes(name: str, machines: Iterable[str]) -> dict[str, int]:
     """Return the planned peak of a row on each machine."""
     model, plan = row_of(name)
-    trace = record_step(model.task, OPTIMIZER, plan, model.batch)
-    described = {machine: Target.of(machine).machine for machine in machines}
-    return {
-        name: peak_bytes(trace, machine.platform, machine.fast_memory)
-        for name, machine in described.items()
-    }
+    planned = {}
+    for target in machines:
+        machine = Target.of(target).machine
+        trace = record_step(model.task, OPTIMIZER, plan, model.batch, machine.platform)
+        planned[target] = peak_bytes(trace, machine.platform, machine.fast_memory)
+    return planned
 
 
 def stored() -> dict[str, Any]:

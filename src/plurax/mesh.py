@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from plurax import errors
 from plurax.distributed.compilation_cache import check_cache, make_cache_safe
@@ -37,22 +37,25 @@ def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def abstract_mesh(plan: Plan) -> Any:
-    """Return the plan's mesh without devices.
+def abstract_mesh(plan: Plan, platform: str | None = None) -> Any:
+    """Return the plan's mesh without devices, or with devices of which only the platform is known.
 
     Typed Any: it takes the place of a `Mesh`, of which tracing reads only the axes.
     """
     sizes = tuple(plan.axes[axis] for axis in MESH_AXES)
-    return AbstractMesh(sizes, MESH_AXES, (AxisType.Auto,) * len(sizes))
+    device = None if platform is None else AbstractDevice(platform, None, platform)
+    return AbstractMesh(sizes, MESH_AXES, (AxisType.Auto,) * len(sizes), abstract_device=device)
 
 
-def platform_of(mesh: Mesh) -> str | None:
-    """Return the platform of a mesh's devices, `cpu`, `gpu` or `tpu`; an abstract mesh has none."""
-    return str(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else None
+def platform_of(mesh: Mesh | AbstractMesh) -> str | None:
+    """Return the platform of a mesh's devices, `cpu`, `gpu` or `tpu`; None if it is not known."""
+    if isinstance(mesh, Mesh):
+        return str(mesh.devices.flat[0].platform)
+    return mesh.abstract_device.platform if mesh.abstract_device else None
 
 
 def on_accelerator(mesh: Mesh) -> bool:
-    """Return whether the devices of a mesh are TPUs or GPUs; an abstract mesh has none."""
+    """Return whether the devices of a mesh are known to be TPUs or GPUs."""
     return platform_of(mesh) not in (None, "cpu")
 
 

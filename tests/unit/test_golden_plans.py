@@ -113,24 +113,23 @@ def test_zero_is_found_where_it_saves_more_than_its_messages_cost(width):
     pinned = {"data": 4, "microbatches": 1, "remat": "none"}
     seconds = [
         px.estimate(task, optax.adam(1e-3), Plan(data=4, zero=zero), batch, A100).seconds
-        for zero in (0, 1)
+        for zero in range(4)
     ]
     best = found(task, batch, pinned=pinned)
-    assert best.estimate.seconds <= min(seconds)
-    assert (best.best.zero > 0) == (seconds[1] < seconds[0])
+    assert best.estimate.seconds == seconds[best.best.zero] == min(seconds)
 
 
 def test_the_zero_stage_is_found_that_the_memory_needs():
     """ZeRO 2 has shards of the gradients' sums over microbatches, ZeRO 3 of the parameters too."""
     task, batch = block_task(12), TEXT
     pinned = {"data": 4, "tensor": 1, "pipeline": 1, "microbatches": 2, "remat": "full"}
-    peaks = [
-        px.estimate(task, optax.adam(1e-3), Plan(**pinned, zero=n), batch, A100).peak
-        for n in range(4)
+    estimates = [
+        px.estimate(task, optax.adam(1e-3), Plan(**pinned, zero=n), batch, A100) for n in range(4)
     ]
+    needs = [one.peak + one.margin for one in estimates]
     for zero in (2, 3):
-        assert min(peaks[:zero]) > peaks[zero]
-        limit = (min(peaks[:zero]) + peaks[zero]) / 2
+        assert min(needs[:zero]) > needs[zero]
+        limit = (min(needs[:zero]) + needs[zero]) / 2
         assert found(task, batch, pinned=pinned, memory=limit).best.zero == zero
 
 

@@ -8,6 +8,7 @@ from jax.sharding import AxisType
 from plurax.analysis.compiled_schedule import walk_schedule
 from plurax.hlo.compiled_collectives import collectives
 from plurax.hlo.live_values import held_at_peak
+from plurax.hlo.roofline import bytes_moved, products_of
 from plurax.hlo.text import parse
 from plurax.machine import Machine
 from plurax.machine_fields import Level
@@ -392,3 +393,78 @@ ENTRY %main (x: f32[]) -> f32[] {
     module = parse(text)
     lines = [("/lib/library.py", "7"), ("/models/model.py", "34")]
     assert [list(module.lines(one)) for one in module.computations["main"]] == [[], lines]
+
+
+# --- What an instruction computes and moves -------------------------------------------------------
+
+# A convolution of 32 images of 64 x 64, 16 channels to 64, by a kernel of 3 x 3.
+X, W, Y = "f32[32,64,64,16]{3,2,1,0}", "f32[64,3,3,16]{3,2,1,0}", "f32[32,64,64,64]{3,2,1,0}"
+CONVOLUTION = (32 * 64 * 64, 64, 9 * 16, 1)
+
+
+def call(out, target, **operands):
+    """Return a library call, and its operands."""
+    lines = ["HloModule m", "", "ENTRY %main (x: f32[1]) -> f32[1] {"]
+    lines += [f"%{name} = {t} parameter({i})" for i, (name, t) in enumerate(operands.items())]
+    names = ", ".join(f"%{name}" for name in operands)
+    lines.append(f"ROOT %call = {out} custom-call({names}), custom_call_target={target}")
+    module = parse("\n".join([*lines, "}", ""]))
+    *given, instruction = module.computations[module.entry]
+    return instruction, given
+
+
+@pytest.mark.parametrize(("out", "kind", "operands"), [
+    (Y, "Forward", {"x": X, "w": W}),
+    (Y, "BiasActivationForward", {"x": X, "w": W, "bias": "f32[64]{0}"}),
+    (X, "BackwardInput", {"g": Y, "w": W}),
+    (W, "BackwardFilter", {"x": X, "g": Y}),
+])  # fmt: skip
+def test_a_convolution_by_a_library_and_its_gradients(out, kind, operands):
+    labels = "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f"
+    instruction, given = call(f"({out}, u8[0]{{0}})", f'"__cudnn$conv{kind}", {labels}', **operands)
+    assert products_of(instruction, given, []) == [(CONVOLUTION, "float32")]
+    assert bytes_moved(instruction, given, []) >= 4 * 32 * 64 * 64 * (16 + 64)
+
+
+QUERIES, KEYS = "bf16[4,1024,8,64]{3,2,1,0}", "bf16[4,512,2,64]{3,2,1,0}"
+SCORES = '"intermediate_tensor_shape": {"type": "BF16", "dimensions": ["4","8","1024","512"]}'
+
+
+@pytest.mark.parametrize(("mask", "rows"), [("NO_MASK", 1024), ("CAUSAL", 512)])
+@pytest.mark.parametrize(("kind", "count"), [("", 2), ("Backward", 5)])
+def test_an_attention_by_a_library(kind, count, mask, rows):
+    """Of grouped heads too: those of queries count. Its products name contracting dims as well."""
+    rest = f'"mask_type": "{mask}", "lhs_contracting_dims": ["3"]'
+    config = f'backend_config={{"fmha": {{{SCORES}, {rest}}}}}'
+    instruction, given = call(
+        f"({QUERIES}, f32[4,8,1024]{{2,1,0}})", f'"__cudnn$fmhaSoftmax{kind}", {config}',
+        q=QUERIES, k=KEYS, v=KEYS,
+    )  # fmt: skip
+    assert products_of(instruction, given, []) == [((rows, 512, 64, 32), "bfloat16")] * count
+
+
+def test_a_fusion_that_writes_a_slice_moves_the_slice(mesh):
+    """What it writes there is computed from its other operands, and read once."""
+    text = """HloModule m
+
+%update (stack: f32[8,256], row: f32[256], i: s32[]) -> f32[8,256] {
+  %stack = f32[8,256]{1,0} parameter(0)
+  %row = f32[256]{0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %one = f32[1,256]{1,0} bitcast(%row)
+  ROOT %new = f32[8,256]{1,0} dynamic-update-slice(%stack, %one, %i, %zero)
+}
+
+ENTRY %main (a: f32[8,256], b: f32[256], c: s32[]) -> f32[8,256] {
+  %a = f32[8,256]{1,0} parameter(0)
+  %b = f32[256]{0} parameter(1)
+  %c = s32[] parameter(2)
+  ROOT %fused = f32[8,256]{1,0} fusion(%a, %b, %c), kind=kLoop, calls=%update
+}
+"""
+    module = parse(text)
+    *given, fusion = module.computations[module.entry]
+    assert bytes_moved(fusion, given, module.computations["update"]) == 2 * 256 * 4 + 4
+    seconds = walk_schedule(module, mesh, MACHINE).seconds
+    assert seconds == pytest.approx(MACHINE.traffic_seconds(2 * 256 * 4 + 4))

@@ -9,8 +9,12 @@ from tests.unit.test_liveness import flat, perceptron, transformer
 
 import plurax as px
 from plurax.execute.recorder import record_step
+from plurax.trace.clock import Clock
 from plurax.trace.collectives import planned_collectives
-from plurax.trace.work import Product, Work, work
+from plurax.trace.compilers import rules_of
+from plurax.trace.flatten import Flattener
+from plurax.trace.step_trace import Value
+from plurax.trace.work import Product, Sending, Work, work
 
 FLOAT = jnp.float32
 
@@ -98,7 +102,8 @@ def test_rows_of_a_stack_are_read_one_at_a_time():
     xs = jax.ShapeDtypeStruct((8, 128), FLOAT)
     found = work(flat(lambda xs: jax.lax.scan(lambda c, x: (c + x, x * 2), xs[0], xs), xs), {})
     # The sum reads a row and the carry and writes it; the product reads a row and writes one.
-    assert found.bytes == 8 * 5 * 128 * 4 + 2 * 128 * 4  # and the first row is copied
+    # And the first row is copied, and the stack of results begins with zeros.
+    assert found.bytes == 8 * 5 * 128 * 4 + 2 * 128 * 4 + 8 * 128 * 4
 
 
 def test_data_parallel_sums_each_gradient_once():
@@ -134,3 +139,136 @@ def test_a_pipelines_program_is_counted():
     found = work(traced.block, plan.axes)
     assert found.products
     assert {one.kind for one in found.collectives} >= {"collective-permute"}
+
+
+# --- By the rules of GPUs -------------------------------------------------------------------------
+
+NUMBERS = (512, 1024)
+BYTES = 4 * 512 * 1024
+
+
+def on_gpu(fun, *args):
+    return work(flat(fun, *args), {}, rules_of("gpu"))
+
+
+def arrays(count, shape=NUMBERS):
+    return [jax.ShapeDtypeStruct(shape, FLOAT)] * count
+
+
+def test_adam_reads_each_array_once():
+    def adam(p, m, v, g):
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        return p - 1e-3 * m / (jnp.sqrt(v) + 1e-8), m, v
+
+    assert (on_gpu(adam, *arrays(4)).kernels, on_gpu(adam, *arrays(4)).bytes) == (1, 7 * BYTES)
+    apart = work(flat(adam, *arrays(4)), {})
+    assert (apart.kernels, apart.bytes) == (3, 10 * BYTES)
+
+
+def test_a_softmax_is_one_kernel():
+    """It reads the scores once and writes the weights; a row's maximum and sum are small."""
+    found = on_gpu(lambda x: jax.nn.softmax(x), *arrays(1))
+    assert found.kernels == 1
+    assert 2 * BYTES <= found.bytes < 2.02 * BYTES
+
+
+def test_a_sum_over_columns_is_not_read_by_its_own_kernel():
+    """Each column is spread over all blocks of the kernel, which do not wait for each other."""
+    found = on_gpu(lambda x: x / x.sum(0, keepdims=True), *arrays(1))
+    assert found.kernels == 2
+    assert 3 * BYTES <= found.bytes < 3.02 * BYTES
+
+
+def test_what_waits_for_another_kernel_is_not_joined_to_the_first():
+    """The last one reads `x` as the first does, and a sum of what that computes."""
+
+    def fun(x):
+        first = jnp.tanh(x)
+        return first, x * first.sum(0, keepdims=True)
+
+    assert on_gpu(fun, *arrays(1)).kernels == 3
+
+
+def test_what_is_read_in_another_order_is_not_joined():
+    square = jax.ShapeDtypeStruct((512, 512), FLOAT)
+    assert on_gpu(lambda x: (jnp.tanh(x), 2 * x), square).kernels == 1
+    assert on_gpu(lambda x: (jnp.tanh(x), 2 * x.T), square).kernels == 2
+
+
+def test_a_product_with_what_follows_it_is_a_product():
+    x, w = jax.ShapeDtypeStruct((64, 32), FLOAT), jax.ShapeDtypeStruct((32, 16), FLOAT)
+    found = on_gpu(lambda x, w: jnp.tanh(x @ w), x, w)
+    moved = 4 * (64 * 32 + 32 * 16 + 64 * 16)
+    assert found.products == {Product(64, 16, 32, 1, "float32", moved): 1}
+    assert (found.kernels, found.bytes) == (1, 0)
+
+
+def sending(fun, platform):
+    """Return the seconds of a function of shards, of which the first is summed over `data`."""
+    machine = px.Machine.preset("8xH100-80GB")
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    spec = jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    block = flat_on({"data": 8}, mapped, *arrays(2, (2048, 2048)))
+    return Clock(px.Plan(data=8), machine).seconds(work(block, {"data": 8}, rules_of(platform)))
+
+
+def flat_on(sizes, fun, *args):
+    closed = jax.make_jaxpr(fun)(*args)
+    return Flattener(sizes).block(closed.jaxpr, [Value(var.aval) for var in closed.jaxpr.invars])
+
+
+def test_a_collective_is_hidden_by_what_does_not_wait_for_it():
+    def beside(x, y):
+        return jax.lax.psum(x, "data"), y @ (y @ (y @ y))
+
+    def before(x, y):
+        return jax.lax.psum(x, "data") @ y, y
+
+    apart, hidden, waits = (
+        sending(beside, "cpu"), sending(beside, "gpu"), sending(before, "gpu")
+    )  # fmt: skip
+    sent = apart.collectives["data"]
+    assert apart.hidden == 0
+    assert hidden.products > sent
+    assert (hidden.collectives, hidden.hidden) == ({"data": 0.0}, sent)
+    assert (waits.collectives, waits.hidden) == ({"data": sent}, 0.0)
+    assert waits.total == pytest.approx(waits.products + sent + waits.overhead)
+
+
+def test_work_beside_two_collectives_hides_them_once():
+    """Each is hidden in proportion to its seconds, and for the rest of them a device waits."""
+
+    def fun(x, y):
+        z = y + 1.0
+        return jax.lax.psum(x, "data"), jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]), z
+
+    seconds = sending(fun, "gpu")
+    sent = seconds.hidden + sum(seconds.collectives.values())
+    assert 0 < seconds.hidden < sent
+    machine = px.Machine.preset("8xH100-80GB")
+    own = machine.traffic_seconds(2 * 4 * 2048**2) + machine.start_seconds
+    assert seconds.hidden == pytest.approx(own)
+
+
+def test_work_that_is_repeated_is_beside_each_repetition():
+    (sent,) = sending_of_a_loop().sending
+    assert isinstance(sent, Sending)
+    assert [one.trips for one in sent.collectives] == [5]
+    ((beside, places),) = sent.beside
+    assert places == {0}
+    assert sum(beside.products.values()) == 1
+
+
+def sending_of_a_loop():
+    def body(carry, _):
+        x, y = carry
+        return (jax.lax.psum(x, "data"), y @ y), None
+
+    def fun(x, y):
+        return jax.lax.scan(body, (x, y), None, length=5)[0]
+
+    mesh, spec = jax.sharding.AbstractMesh((8,), ("data",)), jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    block = flat_on({"data": 8}, mapped, *arrays(2, (64, 64)))
+    return work(block, {"data": 8}, rules_of("gpu"))

@@ -23,7 +23,6 @@ and links.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import final
 
@@ -31,7 +30,8 @@ from jax.sharding import Mesh
 
 from plurax.collective import Collective
 from plurax.hlo.compiled_collectives import Place, Sent, chain_of, collective_of, sent_by
-from plurax.hlo.text import Instruction, Module, dims_of, dtype_of
+from plurax.hlo.roofline import bytes_moved, products_of
+from plurax.hlo.text import Instruction, Module, dtype_of
 from plurax.machine import Machine
 from plurax.trace.clock import collective_seconds, product_seconds
 
@@ -303,64 +303,9 @@ class _ScheduleWalk:
             for called in instruction.called()
             for other in self._module.computations.get(called, ())
         ]
-        moved = _bytes_moved(instruction, operands, inside)
         products = sum(
             product_seconds(self._machine, dims, dtype, 0)
-            for dims, dtype in map(_product, *_products(instruction, operands, inside))
+            for dims, dtype in products_of(instruction, operands, inside)
         )
-        seconds = max(products, self._machine.traffic_seconds(moved))
-        return seconds + self._machine.start_seconds
-
-
-def _bytes_moved(
-    instruction: Instruction, operands: Sequence[Instruction], inside: Sequence[Instruction]
-) -> float:
-    """Return the bytes that an instruction reads and writes.
-
-    A fusion that reads or writes a slice of an array in place moves the slice.
-    """
-    whole = instruction.bytes + sum(operand.bytes for operand in operands)
-    by_name = {other.name: other for other in inside}
-    read = sum(other.bytes for other in inside if other.opcode == "dynamic-slice")
-    written = sum(
-        by_name[other.operands[1]].bytes
-        for other in inside
-        if other.opcode == "dynamic-update-slice" and other.operands[1] in by_name
-    )
-    if not read and not written:
-        return whole
-    largest = max((operand.bytes for operand in operands), default=0)
-    rest = sum(operand.bytes for operand in operands if operand.bytes < largest)
-    return min(whole, read + 2 * written + rest)
-
-
-def _products(
-    instruction: Instruction, operands: Sequence[Instruction], inside: Sequence[Instruction]
-) -> tuple[list[Instruction], list[Instruction | None]]:
-    """Return the matrix products of an instruction, and the left operand of each."""
-    by_name = {other.name: other for other in inside}
-    dots = [other for other in inside if other.opcode == "dot"]
-    lefts = [by_name.get(dot.operands[0]) for dot in dots]
-    if "lhs_contracting" in instruction.attributes and operands:
-        return [instruction], [operands[0]]
-    return dots, lefts
-
-
-def _product(dot: Instruction, left: Instruction | None) -> tuple[tuple[int, int, int, int], str]:
-    """Return the dims (m, n, k, batch) of a matrix product, and its dtype."""
-    if left is None:
-        return (0, 0, 0, 0), "float32"
-    dims = dims_of(left.type)
-    size, out = math.prod(dims), math.prod(dims_of(dot.type))
-    k = math.prod(dims[dim] for dim in _dims(dot, "lhs_contracting"))
-    batch = math.prod(dims[dim] for dim in _dims(dot, "lhs_batch"))
-    m = size // (k * batch or 1)
-    return (m, out // (m * batch or 1), k, batch), dtype_of(left.type)
-
-
-def _dims(dot: Instruction, what: str) -> list[int]:
-    """Return the dims that a product sums over or shares, as a `dot` or a library call says."""
-    dims = dot.attribute(rf"{what}_dims=\{{([\d,]*)\}}")
-    if dims is None:
-        dims = dot.attribute(rf'{what}_dimensions":\[([^\]]*)\]') or ""
-    return [int(dim.strip(' "')) for dim in dims.split(",") if dim.strip(' "')]
+        moved = self._machine.traffic_seconds(bytes_moved(instruction, operands, inside))
+        return max(products, moved) + self._machine.start_seconds

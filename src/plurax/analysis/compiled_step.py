@@ -266,7 +266,7 @@ def compiled_for(
     planned, peak = None, None
     if members is None:
         assert isinstance(task, Task)
-        trace = record_step(task, optimizer, plan, batch)
+        trace = record_step(task, optimizer, plan, batch, target.machine.platform)
         planned = every_collective(trace) if traced is None else _planned(function, traced, trace)
         peak = peak_bytes(trace, *_compiler_of(target.machine)) if is_step else None
     module, held = parse(compiled.as_text() or ""), memory(compiled)
@@ -357,7 +357,8 @@ def _lighter(task: Any, optimizer: Any, plan: Plan, batch: PyTree, machine: Mach
             lighter = dataclasses.replace(plan, remat=remat, microbatches=microbatches, zero=zero)
             if lighter == plan:
                 continue
-            peak = peak_bytes(record_step(task, optimizer, lighter, batch), *_compiler_of(machine))
+            trace = record_step(task, optimizer, lighter, batch, machine.platform)
+            peak = peak_bytes(trace, *_compiler_of(machine))
             if peak + rules_of(machine.platform).margin_of(peak) <= machine.memory:
                 return lighter
         except errors.PlanError:  # of a combination that there is not

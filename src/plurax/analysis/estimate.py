@@ -1,7 +1,8 @@
 """Seconds, memory and bytes sent of one given plan on a machine, before anything is compiled.
 
-The step is recorded (`plurax.execute.recorder`); its seconds are by `plurax.trace.clock`, its
-memory by `plurax.trace.liveness`. A search ranks plans by the same numbers.
+The step is recorded as it runs on the machine's platform (`plurax.execute.recorder`); its seconds
+are by `plurax.trace.clock`, its memory by `plurax.trace.liveness`, both by the rules of the
+machine's compiler. A search ranks plans by the same numbers.
 """
 
 import dataclasses
@@ -110,6 +111,8 @@ class Estimate:
             for name, part in self.parts().items()
             if part
         ]
+        if hidden := self.gradient.hidden + self.update.hidden:
+            rows.append(("  sent meanwhile", f"{human_seconds(hidden)}, in no time of its own"))
         if self.machine.correction != 1:
             rows.append(("  by runs", f"× {self.machine.correction:g}, in all of these"))
         limit = human_bytes(self.machine.memory)
@@ -177,15 +180,15 @@ def estimate(
         )
     # CPUs round to a plan's `reduce_dtype`, and send as without it.
     sent = dataclasses.replace(plan, reduce_dtype=None) if machine.platform == "cpu" else plan
-    trace = record_steady_step(task, optimizer, sent, batch)
+    trace = record_steady_step(task, optimizer, sent, batch, machine.platform)
     return estimate_trace(dataclasses.replace(trace, plan=plan), machine)
 
 
 def estimate_trace(trace: StepTrace, machine: Machine) -> Estimate:
     """Return the `Estimate` of a recorded step. See `estimate`."""
-    clock, work = Clock(trace.plan, machine), work_of_step(trace)
-    gradient, flops = clock.gradient(work, trace.pipeline)
     rules = rules_of(machine.platform)
+    clock, work = Clock(trace.plan, machine), work_of_step(trace, rules)
+    gradient, flops = clock.gradient(work, trace.pipeline)
     needed = temporaries(trace.block, trace.state, rules, machine.fast_memory)
     padding = sum(rules.size(value, False) - value.bytes for value in trace.arguments)
     gradients = min(trace.memory.gradients, needed)

@@ -44,16 +44,21 @@ from plurax.trace.step_trace import Block, Op, PipelineActions, PlannedMemory, S
 
 
 def record_step(
-    task: Task, optimizer: optax.GradientTransformation, plan: Plan, batch: PyTree
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    plan: Plan,
+    batch: PyTree,
+    platform: str | None = None,
 ) -> StepTrace:
     """Return what one device does in a step under a plan.
 
-    **Arguments:** as for `compile`. The plan's devices need not be here.
+    **Arguments:** as for `compile`. The plan's devices need not be here; `platform`, what they are,
+    where the program is another one there: `cpu`, `gpu` or `tpu`.
 
     Raises the errors that `compile` raises while it traces the step.
     """
     check_kinds(task, optimizer, plan, None)
-    mesh = abstract_mesh(plan)
+    mesh = abstract_mesh(plan, platform)
     placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
     network = Network(task, optimizer, plan, mesh, placement.like, placement.sharding)
     return record_network(network, placement)
@@ -98,7 +103,11 @@ def record_network(network: Network, placement: Placement) -> StepTrace:
 
 
 def record_steady_step(
-    task: Task, optimizer: optax.GradientTransformation, plan: Plan, batch: PyTree
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    plan: Plan,
+    batch: PyTree,
+    platform: str | None = None,
 ) -> StepTrace:
     """Return `record_step`; of a pipeline with many microbatches, recorded with few.
 
@@ -117,12 +126,13 @@ def record_steady_step(
     known = named(plan.schedule)
     grows = known is None or known.stores_all
     if plan.pipeline == 1 or plan.microbatches <= few or grows or not whole:
-        return record_step(task, optimizer, plan, batch)
+        return record_step(task, optimizer, plan, batch, platform)
     less = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((size // plan.microbatches * few, *x.shape[1:]), x.dtype),
         batch,
     )
-    trace = record_step(task, optimizer, dataclasses.replace(plan, microbatches=few), less)
+    few_plan = dataclasses.replace(plan, microbatches=few)
+    trace = record_step(task, optimizer, few_plan, less, platform)
     assert trace.pipeline is not None
     schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages)
     rows = trace.memory.batch * plan.microbatches // few

@@ -4,8 +4,8 @@ A candidate fixes what an integer program over shardings does not: the sizes of 
 ZeRO stage, microbatches, remat and the schedule. Looking at one closely takes a trace, so each
 candidate first gets a lower bound, which takes a few additions:
 
-    seconds    products at the peak rate / devices x bubble + update + gradients over `data`
-               + activations from stage to stage
+    seconds    products at the peak rate / devices x bubble + update + activations from stage to
+               stage, + gradients over `data`, which GPUs send meanwhile: there the longer of both
     bytes      parameters, gradients and optimizer state, as ZeRO, tensor and pipeline split them,
                and what the forward pass keeps for the backward pass
 
@@ -42,6 +42,7 @@ from plurax.planner.costs import (
     REDUCTION,
     TimeCosts,
     held_bytes,
+    least_together,
     pipeline_seconds,
     reduced_share,
     reduction_seconds,
@@ -345,7 +346,8 @@ class _Bounds:
         if sizes.pipeline > 1:
             seconds += self._between_stages(data, sizes.tensor, *_schedule_of(sizes))
         if data > 1:
-            seconds += self._over_data(data, shards, sizes.zero, sizes.microbatches)
+            sending = self._over_data(data, shards, sizes.zero, sizes.microbatches)
+            seconds = least_together(machine, seconds, sending)
         return seconds
 
     def _between_stages_once(

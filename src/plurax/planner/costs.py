@@ -34,6 +34,7 @@ from plurax.sharding.reshard import ReshardStep, plan_reshard
 from plurax.sharding.rules import match_opt_state_to_params
 from plurax.sharding.spec import TensorSharding
 from plurax.trace.clock import collective_seconds, product_seconds
+from plurax.trace.compilers import rules_of
 
 
 def reshard_steps(
@@ -70,7 +71,7 @@ class TimeCosts:
     def strategy(self, graph: Graph, node: Node, strategy: ShardStrategy) -> float:
         """Return the seconds of a node in one step."""
         if node.kind == "parameter":
-            return self._parameter(graph, node.path, strategy.outputs[0])
+            return sum(self.parameter(graph, node.path, strategy.outputs[0]))
         seconds = self.machine.traffic_seconds(strategy.traffic)
         if strategy.product is not None:
             # Other equations mostly run in the kernel of a product or of each other.
@@ -104,17 +105,18 @@ class TimeCosts:
     def _devices(self, axes: Axes) -> int:
         return self.plan.data * self.plan.pipeline * axes.size(list(axes.sizes))
 
-    def _parameter(self, graph: Graph, path: str, sharding: TensorSharding) -> float:
-        """Return the seconds of a parameter's gradient over `data` and of its update."""
+    def parameter(self, graph: Graph, path: str, sharding: TensorSharding) -> tuple[float, float]:
+        """Return the seconds of a parameter's update, and of its gradient over `data`."""
         plan, tensor = self.plan, graph.parameters[path]
         size = sharding.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
         n = plan.data
         state = size * self.state_ratios.get(path, 0.0)
-        seconds = self.machine.traffic_seconds(update_bytes(size, state, n, plan.zero))
+        update = self.machine.traffic_seconds(update_bytes(size, state, n, plan.zero))
+        reduction = 0.0
         if n > 1:
             # ZeRO-3 gathers parameters as they are computed with.
             half = plan.precision == "bfloat16" and tensor.itemsize > 2
-            seconds += reduction_seconds(
+            reduction = reduction_seconds(
                 self.machine,
                 size,
                 n,
@@ -125,7 +127,17 @@ class TimeCosts:
                 gathered=2 / tensor.itemsize if half else 1.0,
                 reduced=reduced_share(plan, self.machine, tensor.itemsize),
             )
-        return seconds
+        return update, reduction
+
+
+def sends_meanwhile(machine: Machine) -> bool:
+    """Whether a machine sends while it computes what neither waits for it nor it for that."""
+    return rules_of(machine.platform).overlaps
+
+
+def least_together(machine: Machine, computing: float, sending: float) -> float:
+    """Return the least seconds of computing and sending: of both at a time, those of the longer."""
+    return max(computing, sending) if sends_meanwhile(machine) else computing + sending
 
 
 def update_bytes(params: float, state: float, data: int, zero: int) -> float:

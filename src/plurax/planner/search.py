@@ -52,7 +52,7 @@ from plurax.planner.candidates import (
     model_of,
     tensor_rows,
 )
-from plurax.planner.costs import TimeCosts, state_ratios
+from plurax.planner.costs import TimeCosts, least_together, state_ratios
 from plurax.planner.effort import EVALUATIONS, Effort, Step
 from plurax.planner.experts import is_expert, is_plain, machines_of_kinds
 from plurax.planner.found import Found, Ranked
@@ -337,7 +337,7 @@ class _Search:
         return 1 + max(0.0, memory / self._limit - 0.5)
 
     def _least(self, candidate: CandidatePlan) -> float:
-        return candidate.seconds + self._least_tensor(candidate)
+        return least_together(self._machine, candidate.seconds, self._least_tensor(candidate))
 
     def _must(self, candidate: CandidatePlan) -> bool:
         """Whether a candidate is an expert's, to be looked at until the fastest plan is known."""

@@ -37,6 +37,7 @@ from plurax.planner.costs import (
     parameter_bytes,
     pipeline_seconds,
     reduction_seconds,
+    sends_meanwhile,
 )
 from plurax.planner.fewest import (
     Walk,
@@ -121,18 +122,22 @@ class Sharded:
                     paths.add(nodes[use.node].path)
         return paths
 
-    def parameter_seconds(self, costs: TimeCosts) -> float:
-        """Return the seconds of the parameters' gradients over `data` and of their update."""
-        return sum(
-            costs.strategy(self.graph, node, one)
+    def parameter_seconds(self, costs: TimeCosts) -> tuple[float, float]:
+        """Return the seconds of the parameters' update, and of their gradients over `data`."""
+        every = [
+            costs.parameter(self.graph, node.path, one.outputs[0])
             for node, one in self._chosen()
             if node.kind == "parameter"
-        )
+        ]
+        return sum(update for update, _ in every), sum(reduction for _, reduction in every)
 
     def _chosen(self) -> Iterator[tuple[Node, ShardStrategy]]:
         for node, choice in zip(self.graph.nodes, self.solution.choice, strict=True):
             yield node, node.strategies[choice]
 
+
+_BACKWARD = 2 / 3
+"""The share of a gradient's products that are in its backward pass."""
 
 _APART = 8
 """Candidates share a solution if the rows of their microbatches differ by no larger factor."""
@@ -228,13 +233,18 @@ class TensorSearch:
         """Return the seconds of a step under a candidate, from a solution that it shares."""
         speeds = self._speeds(plan)
         solved = self.sharded(plan)
-        once = solved.parameter_seconds(self._costs(plan)) + solved.profile.once
-        once -= self._messages_shared(plan)
+        once, reduction = solved.parameter_seconds(self._costs(plan))
+        once, reduction = once + solved.profile.once, reduction - self._messages_shared(plan)
         if plan.pipeline > 1:
             sent = self._between_stages(plan)
-            return self._stages(plan).seconds + once / plan.pipeline + sent
+            return self._stages(plan).seconds + (once + reduction) / plan.pipeline + sent
         rows = self._batch_size / plan.data / solved.rows_of_a_microbatch
-        return rows * solved.profile.seconds / (speeds[0] if speeds else 1.0) + once
+        seconds = rows * solved.profile.seconds / (speeds[0] if speeds else 1.0)
+        if self._machine is not None and sends_meanwhile(self._machine):
+            # Behind the backward pass of the last microbatch, from ZeRO 2 on behind all of them.
+            beside = seconds if plan.zero >= 2 else seconds / plan.microbatches
+            reduction = max(0.0, reduction - _BACKWARD * beside)
+        return seconds + once + reduction
 
     def _between_stages(self, plan: Plan) -> float:
         """Return the seconds in which the stages of a candidate send to each other."""

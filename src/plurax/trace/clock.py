@@ -6,7 +6,13 @@
     a collective                sending its bytes over the slowest links of its group
     every kernel                the overhead of starting it
 
-They are added up: a program of plurax sends and computes one after another. A pipeline's devices
+They are added up, but on GPUs, where a collective is sent while the device computes what neither
+waits for it nor it for that: only what is left of it counts (`plurax.trace.work.Sending`).
+
+    backward pass of a layer         computed meanwhile              counts
+    all-reduce of a gradient, 30 µs  the next product, 20 µs         10 µs
+
+A pipeline's devices
 run different actions at a time, in lockstep: a tick takes as long as its slowest action, and what a
 device waits is the bubble.
 
@@ -28,7 +34,7 @@ from plurax.machine import Machine
 from plurax.pipeline.simulation import lockstep_seconds
 from plurax.plan import MESH_AXES, Plan
 from plurax.trace.step_trace import PipelineActions
-from plurax.trace.work import StepWork, Work
+from plurax.trace.work import Sending, StepWork, Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +42,9 @@ class Seconds:
     """Seconds of a step on one device, by what it does.
 
     **Fields:** `products`, matrix products and convolutions; `traffic`, the memory traffic of all
-    other kernels; `collectives`, by mesh axes, like `data` or `data+tensor`; `overhead`, of
-    starting kernels; `bubble`, waiting for other stages of a pipeline.
+    other kernels; `collectives`, those that a device waits for, by mesh axes, like `data` or
+    `data+tensor`; `overhead`, of starting kernels; `bubble`, waiting for other stages of a
+    pipeline; `hidden`, of collectives behind other work, which takes no time of its own.
     """
 
     products: float = 0.0
@@ -45,10 +52,11 @@ class Seconds:
     collectives: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     overhead: float = 0.0
     bubble: float = 0.0
+    hidden: float = 0.0
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """All of them but what is hidden."""
         sent = sum(self.collectives.values())
         return self.products + self.traffic + sent + self.overhead + self.bubble
 
@@ -66,6 +74,7 @@ class Seconds:
             dict(sent),
             sum(part.overhead for part in parts),
             sum(part.bubble for part in parts),
+            sum(part.hidden for part in parts),
         )
 
     def times(self, count: int) -> "Seconds":
@@ -76,6 +85,7 @@ class Seconds:
             {axes: seconds * count for axes, seconds in self.collectives.items()},
             self.overhead * count,
             self.bubble * count,
+            self.hidden * count,
         )
 
 
@@ -149,14 +159,34 @@ class Clock:
             for p, count in work.products.items()
         )
         sent: dict[str, float] = defaultdict(float)
-        for collective in work.collectives:
-            sent[names_of(collective.axes)] += (collective.trips or 1) * self._sending(collective)
+        hidden = 0.0
+        for sending in work.sending:
+            each = [self._sending(collective) for collective in sending.collectives]
+            waits = self._waits(sending, each, stage)
+            for collective, seconds, wait in zip(sending.collectives, each, waits, strict=True):
+                trips = collective.trips or 1
+                sent[names_of(collective.axes)] += trips * wait
+                hidden += trips * (seconds - wait)
         return Seconds(
             products,
             rates.traffic_seconds(work.bytes),
             dict(sent),
             rates.start_seconds * work.kernels,
+            hidden=hidden,
         )
+
+    def _waits(self, sending: Sending, seconds: Sequence[float], stage: int) -> list[float]:
+        """Return how long a device waits for each collective, of which `seconds` are sent.
+
+        Work beside several collectives is shared among them by their seconds.
+        """
+        left = list(seconds)
+        for work, places in sending.beside:
+            own = self.seconds(dataclasses.replace(work, sending=()), stage).total
+            share = own / (sum(seconds[place] for place in places) or 1.0)
+            for place in places:
+                left[place] -= share * seconds[place]
+        return [max(0.0, one) for one in left]
 
     def _sending(self, collective: Collective) -> float:
         return collective_seconds(

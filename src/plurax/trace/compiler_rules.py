@@ -1,4 +1,4 @@
-"""What a compiler decides about memory, as a value: one for each platform, in a file of its own.
+"""What a compiler decides, as a value: one for each platform, in a file of its own.
 
 The recorded step is the same for every machine. Which of its operations run as one kernel, in which
 order kernels run, and how large an array is in memory, is the compiler's choice. `xla_cpu`,
@@ -37,10 +37,13 @@ class CompilerRules:
     - `fuses_epilogues`: whether a matrix product computes the elementwise operations after it.
     - `fuses_operands`: whether a product computes elementwise what it multiplies, and reads other
       results too in the operations after it.
+    - `joins_kernels`: whether kernels over the same numbers are joined to one with several outputs
+      (`plurax.trace.several_outputs`). Seconds count that, memory does not.
     - `overlaps`: whether collectives run beside other work, for which gradients wait.
     - `order`: of kernels.
     - `size`: the bytes of an array in memory; the flag says that nothing but products reads it.
-    - `without_loops`: the rules of a program that has no loop, where they are others.
+    - `without_loops`: the rules of a program that has no loop, where they are others; its seconds
+      are by these with loops too.
     - `margin`: the share of the planned peak by which a compiled one may be larger.
     """
 
@@ -54,6 +57,7 @@ class CompilerRules:
     fuses_chains: bool
     fuses_epilogues: bool
     fuses_operands: bool
+    joins_kernels: bool
     overlaps: bool
     order: Order
     size: Callable[[Value, bool], int]
@@ -69,3 +73,13 @@ class CompilerRules:
         """Operations into which others are fused."""
         products = frozenset(["dot_general"] if self.fuses_operands else [])
         return self.fusible | REDUCTIONS | self.in_place | products
+
+
+def rules_of_memory(rules: CompilerRules, has_loops: bool) -> CompilerRules:
+    """Return the rules by which memory is planned: with loops others may hold than without."""
+    return rules if has_loops or rules.without_loops is None else rules.without_loops
+
+
+def rules_of_seconds(rules: CompilerRules) -> CompilerRules:
+    """Return the rules by which kernels are timed, in loops as elsewhere."""
+    return rules.without_loops or rules

@@ -30,7 +30,7 @@ from typing import Any
 
 from plurax.jaxpr.compat import REDUCTIONS
 from plurax.trace import xla_cpu
-from plurax.trace.compiler_rules import CompilerRules
+from plurax.trace.compiler_rules import CompilerRules, rules_of_memory
 from plurax.trace.compilers import rules_of
 from plurax.trace.kernel_order import breadth_first, depth_first, gradients_late, list_order
 from plurax.trace.kernels import SAME, Kernel, kernels
@@ -67,8 +67,7 @@ def temporaries(
     `rules`, of the compiler; `fast_memory`, bytes that are there beside a device's memory.
     """
     loops = any(op.blocks and op.name != "cond" for op in block.ops)
-    if rules.without_loops is not None and not loops:
-        rules = rules.without_loops
+    rules = rules_of_memory(rules, loops)
     multiplied = only_multiplied(block)
     lifetimes = Lifetimes(rules, lambda value: rules.size(value, value in multiplied))
     homes = {

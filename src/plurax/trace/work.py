@@ -1,7 +1,8 @@
 """What one device does in a step: products, memory traffic and collectives, counted before running.
 
-The kernels are those of `plurax.trace.kernels`. A loop's body counts once for each trip, and of a
-conditional's branches the one with the most work. Example, `(B, F) @ (F, G)` and a `tanh`, float32:
+The kernels are those of `plurax.trace.kernels`, by the rules of a machine's compiler. A loop's body
+counts once for each trip, and of a conditional's branches the one with the most work. Example,
+`(B, F) @ (F, G)` and a `tanh`, float32:
 
     product   m=B n=G k=F        2·B·G·F operations, reads 4·(B·F + F·G) bytes, writes 4·B·G
     tanh      one kernel         reads and writes 4·B·G bytes each
@@ -11,13 +12,17 @@ A loop whose length is known only while it runs counts one trip.
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from plurax.collective import Collective
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
+from plurax.jaxpr.product_dims import PRODUCTS
+from plurax.trace import xla_cpu
 from plurax.trace.collectives import collective_of
+from plurax.trace.compiler_rules import CompilerRules, rules_of_seconds
 from plurax.trace.kernels import Kernel, kernels
+from plurax.trace.several_outputs import joined, unordered
 from plurax.trace.step_trace import COLLECTIVES, Block, Op, PipelineActions, StepTrace, Value
 
 
@@ -40,6 +45,19 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sending:
+    """Collectives of one block, and what is computed beside them.
+
+    **Fields:** `collectives`, each with its `trips`, as XLA combines them; `beside`, the block's
+    other work in parts, each with the indices of the collectives that do not wait for it, nor it
+    for them. On a machine that sends while it computes these hide each other.
+    """
+
+    collectives: tuple[Collective, ...]
+    beside: tuple[tuple["Work", frozenset[int]], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Work:
     """What one device does.
 
@@ -49,14 +67,19 @@ class Work:
     - `other_flops`: operations on single numbers.
     - `bytes`: read from and written to memory by all kernels that are no products.
     - `kernels`: how many kernels start, products and collectives included.
-    - `collectives`: each with its `trips`, as XLA combines them.
+    - `sending`: the collectives, by blocks.
     """
 
     products: Mapping[Product, int] = dataclasses.field(default_factory=dict, hash=False)
     other_flops: float = 0
     bytes: float = 0
     kernels: int = 0
-    collectives: tuple[Collective, ...] = ()
+    sending: tuple[Sending, ...] = ()
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """All collectives, each with its `trips`."""
+        return [one for sending in self.sending for one in sending.collectives]
 
     @property
     def product_flops(self) -> float:
@@ -75,10 +98,7 @@ class Work:
             self.other_flops * trips,
             self.bytes * trips,
             self.kernels * trips,
-            tuple(
-                dataclasses.replace(one, trips=(one.trips or 1) * trips, in_loop=True)
-                for one in self.collectives
-            ),
+            tuple(_repeated(sending, trips) for sending in self.sending),
         )
 
     @staticmethod
@@ -93,8 +113,16 @@ class Work:
             sum(part.other_flops for part in parts),
             sum(part.bytes for part in parts),
             sum(part.kernels for part in parts),
-            tuple(one for part in parts for one in part.collectives),
+            tuple(sending for part in parts for sending in part.sending),
         )
+
+
+def _repeated(sending: Sending, trips: int) -> Sending:
+    collectives = tuple(
+        dataclasses.replace(one, trips=(one.trips or 1) * trips, in_loop=True)
+        for one in sending.collectives
+    )
+    return dataclasses.replace(sending, collectives=collectives)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +145,13 @@ class StepWork:
         return Work.sum(self.actions[kind, part].times(times) for part, times in parts)
 
 
-def work_of_step(trace: StepTrace) -> StepWork:
-    """Return what one device does in a step.
+def work_of_step(trace: StepTrace, rules: CompilerRules = xla_cpu.RULES) -> StepWork:
+    """Return what one device does in a step, by the rules of a compiler.
 
     A pipeline runs the ticks of its schedule in one loop. In its body each action of each part of a
     stage (embedding, one layer, head) is a loop that runs or not.
     """
-    sizes, every = trace.plan.axes, kernels(trace.block)
+    sizes, every = trace.plan.axes, kernels(trace.block, rules=rules_of_seconds(rules))
     after = set(trace.block.ops[trace.update :])
     update = work_of([kernel for kernel in every if not after.isdisjoint(kernel.ops)], sizes)
     gradient = [kernel for kernel in every if after.isdisjoint(kernel.ops)]
@@ -148,14 +176,47 @@ def _is_tick_loop(kernel: Kernel) -> bool:
     return root.name == "scan" and any(op.name == "while" for op in root.blocks[0].ops)
 
 
-def work(block: Block, sizes: Mapping[str, int]) -> Work:
-    """Return what a device does in a block, on a mesh of these sizes."""
-    return work_of(kernels(block), sizes)
+def work(block: Block, sizes: Mapping[str, int], rules: CompilerRules = xla_cpu.RULES) -> Work:
+    """Return what a device does in a block, on a mesh of these sizes, by a compiler's rules."""
+    return work_of(kernels(block, rules=rules_of_seconds(rules)), sizes)
 
 
-def work_of(found: Iterable[Kernel], sizes: Mapping[str, int]) -> Work:
-    """Return what a device does in some kernels."""
-    return Work.sum(_of_kernel(kernel, sizes) for kernel in found)
+def work_of(separate: Sequence[Kernel], sizes: Mapping[str, int]) -> Work:
+    """Return what a device does in some kernels of one block."""
+    if not separate:
+        return Work()
+    rules = separate[0].rules
+    groups = joined(separate) if rules.joins_kernels else [[kernel] for kernel in separate]
+    works = [
+        _of_kernel(group[0], sizes) if len(group) == 1 else _of_several(group) for group in groups
+    ]
+    sent = [index for index, group in enumerate(groups) if group[0].root.name in COLLECTIVES]
+    if not rules.overlaps or not sent:
+        return Work.sum(works)
+    collectives = tuple(one for index in sent for one in works[index].collectives)
+    parts = defaultdict[frozenset[int], list[Work]](list)
+    for index, free in enumerate(unordered(groups, sent)):
+        if free and index not in sent:
+            parts[free].append(works[index])
+    beside = tuple((Work.sum(part), free) for free, part in parts.items())
+    computed = [work for index, work in enumerate(works) if index not in sent]
+    together = Work(kernels=len(sent), sending=(Sending(collectives, beside),))
+    return Work.sum([*computed, together])
+
+
+def _of_several(group: Sequence[Kernel]) -> Work:
+    """Return the work of elementwise kernels and reductions that run as one."""
+    inside = {value for kernel in group for value in kernel.outputs}
+    read: dict[Value, int] = {}
+    for kernel in group:
+        for value, size in _reads(kernel).items():
+            if value not in inside:
+                read[value] = max(size, read.get(value, 0))
+    return Work(
+        other_flops=sum(_flops(kernel.ops) for kernel in group),
+        bytes=sum(read.values()) + sum(_bytes_written(kernel.root) for kernel in group),
+        kernels=1,
+    )
 
 
 def _of_kernel(kernel: Kernel, sizes: Mapping[str, int]) -> Work:
@@ -164,21 +225,25 @@ def _of_kernel(kernel: Kernel, sizes: Mapping[str, int]) -> Work:
         parts = [work_of(inner, sizes) for inner in kernel.inner]
         if root.name == "cond":
             return max(parts, key=lambda part: (part.flops + part.bytes, part.kernels))
-        return parts[0] if root.trips in (1, None) else parts[0].times(root.trips)
+        if root.trips in (1, None):
+            return parts[0]
+        # A loop begins with zeros in the stacks that it writes row by row.
+        stacks = sum(_stack_bytes(inner) for inner in kernel.inner[0])
+        return Work.sum([parts[0].times(root.trips), Work(bytes=stacks)])
     if root.name in COLLECTIVES:
         sent = sum(value.bytes for value in root.outputs)  # its operands together
-        return Work(kernels=1, collectives=(collective_of(root, sent, sizes),))
-    moved = _bytes_read(kernel) + _bytes_written(root)
-    product = _product(root, moved)
+        return Work(kernels=1, sending=(Sending((collective_of(root, sent, sizes),)),))
+    moved = sum(_reads(kernel).values()) + _bytes_written(root)
+    product = next((op for op in kernel.ops if op.name in PRODUCTS), None)
     if product is not None:
-        return Work({product: 1}, kernels=1)
+        return Work({_product(product, moved): 1}, kernels=1)
     if root.name == "operand" and len(kernel.ops) == 1:  # XLA's own, and not on every device
         return Work()
     return Work(other_flops=_flops(kernel.ops), bytes=moved, kernels=1)
 
 
-def _bytes_read(kernel: Kernel) -> int:
-    """Return the bytes that a kernel reads; of a value that is sliced, the slice."""
+def _reads(kernel: Kernel) -> dict[Value, int]:
+    """Return the bytes that a kernel reads of each value; of one that is sliced, the slice."""
     sizes: dict[Value, int] = {}
     for op in kernel.ops:
         for index, value in enumerate(op.inputs):
@@ -186,7 +251,7 @@ def _bytes_read(kernel: Kernel) -> int:
                 continue
             size = min(value.bytes, op.outputs[0].bytes) if op.name in SLICES else value.bytes
             sizes[value] = max(sizes.get(value, 0), size)
-    return sum(sizes.values())
+    return sizes
 
 
 def _bytes_written(root: Op) -> int:
@@ -198,18 +263,21 @@ def _bytes_written(root: Op) -> int:
     return sum(value.bytes for value in root.outputs)
 
 
-def _product(op: Op, moved: int) -> Product | None:
+def _stack_bytes(kernel: Kernel) -> int:
+    """Return the bytes of a loop's stacked results of which a kernel writes a row."""
+    return kernel.root.outputs[0].bytes if kernel.root.name == "stack" else 0
+
+
+def _product(op: Op, moved: int) -> Product:
     """Return the matrix product of an operation, or the one that a convolution amounts to."""
     if op.name == "dot_general":
         m, n, k, batch = op.params["product"]
         return Product(m, n, k, batch, op.params["dtype"], moved)
-    if op.name == "conv_general_dilated":
-        kernel, out = op.params["kernel"], op.outputs[0].size
-        columns = kernel[op.params["dimension_numbers"].rhs_spec[0]]
-        summed = math.prod(kernel) // columns
-        groups = op.params["feature_group_count"]
-        return Product(out // columns, columns // groups, summed, groups, op.params["dtype"], moved)
-    return None
+    kernel, out = op.params["kernel"], op.outputs[0].size
+    columns = kernel[op.params["dimension_numbers"].rhs_spec[0]]
+    summed = math.prod(kernel) // columns
+    groups = op.params["feature_group_count"]
+    return Product(out // columns, columns // groups, summed, groups, op.params["dtype"], moved)
 
 
 def _flops(ops: Sequence[Op]) -> float:

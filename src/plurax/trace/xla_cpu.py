@@ -1,9 +1,9 @@
-"""What XLA's CPU compiler keeps in memory: rules as data.
+"""What XLA's CPU compiler makes of a program: rules as data.
 
 The recorded step is the same for every machine; which of its operations run as one kernel is the
 compiler's choice. These are the rules of `InstructionFusion` on CPU, by which
 `plurax.trace.kernels` and `plurax.trace.liveness` decide. `xla_gpu` and `xla_tpu` have those of
-other machines, for memory; kernels are counted, and so seconds, by these rules on all of them.
+other machines.
 
 Sources: XLA's `instruction_fusion.cc` (https://openxla.org/xla/hlo_passes), and compiled programs.
 """
@@ -44,6 +44,7 @@ RULES = CompilerRules(
     fuses_chains=False,
     fuses_epilogues=False,
     fuses_operands=False,
+    joins_kernels=False,
     overlaps=False,
     order="breadth first",
     size=lambda value, multiplied: value.bytes,

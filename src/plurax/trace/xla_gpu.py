@@ -35,6 +35,7 @@ RULES = dataclasses.replace(
     hoists_masks=True,
     fuses_chains=True,
     fuses_epilogues=True,
+    joins_kernels=True,
     overlaps=True,
     order="least memory",
     margin=0.12,
