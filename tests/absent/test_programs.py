@@ -310,3 +310,58 @@ def test_gradients_travel_in_bfloat16(machine, name):
         for key, size in exact.items():
             wanted = size / 2 if key[0] == "reduced" else size
             assert abs(found[key] - wanted) <= 64, (field, key, found, exact)
+
+
+@pytest.mark.parametrize("name", ["data", "zero 1", "tensor", "tensor, zero 3"])
+def test_an_estimate_is_near_to_the_schedule_of_the_compiler(name):
+    """Made before anything is compiled: kernels, and what is sent while others compute."""
+    machine = px.Machine.preset("8xH100-80GB")
+    plan = px.Plan(**PLANS[name])
+    estimate = px.estimate(scanned_task(), optax.adam(1e-3), plan, rows(), machine)
+    assert estimate.seconds == pytest.approx(compiled("4xH100", name).schedule.seconds, rel=0.15)
+
+
+# --- Attention of a library -----------------------------------------------------------------------
+
+
+def attention_task(key_heads):
+    shapes = {"q": (512, 8, 64), "k": (512, key_heads, 64), "v": (512, key_heads, 64)}
+
+    def init(key):
+        return {name: jnp.ones(shape) for name, shape in (shapes | {"o": (8, 64, 512)}).items()}
+
+    def loss(params, batch, keys):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", batch["x"], params[name]) for name in "qkv")
+        q, k, v = (one.astype(jnp.bfloat16) for one in (q, k, v))
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        out = jnp.einsum("btnh,nhd->btd", out.astype(jnp.float32), params["o"])
+        return jnp.mean((out - batch["x"]) ** 2, (1, 2))
+
+    return px.Task(init=init, loss=loss)
+
+
+HEADS = {"q": (None, "tensor", None), "o": ("tensor", None, None)}
+KEYS = {"k": (None, "tensor", None), "v": (None, "tensor", None)}
+ATTENTION = {
+    "one": (8, {}),
+    "data": (8, {"data": 4}),
+    "zero 3": (2, {"data": 4, "zero": 3}),
+    "tensor": (2, {"data": 2, "tensor": 2, "shardings": HEADS | KEYS}),
+    "one head of keys": (1, {"data": 2, "tensor": 2, "shardings": HEADS}),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_of_a_library_is_split_and_not_gathered(name):
+    """No array of tokens by tokens, heads apart, nothing sent that was not planned."""
+    key_heads, sizes = ATTENTION[name]
+    task, plan = attention_task(key_heads), px.Plan(**sizes)
+    batch = {"x": jax.ShapeDtypeStruct((16, 1024, 512), jnp.float32)}
+    result = px.analysis.compiled_for(task, optax.adam(1e-3), plan, batch, "4xH100")
+    text = result.program.hlo()
+    assert len(re.findall(r"custom-call\(.*__cudnn\$fmhaSoftmax", text)) >= 2
+    assert "1024,1024]{" not in text
+    for one in result.collectives:
+        if max(one.bytes, one.planned_bytes) > 64:
+            assert one.bytes == one.planned_bytes, one
+    assert not any(one.axes == "tensor" and "gather" in one.kind for one in result.collectives)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax._src.cudnn import fused_attention_stablehlo as fused_attention
 from jax.experimental.sparse import BCOO
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding
@@ -27,6 +28,7 @@ from plurax.partition.operators import RULES
 NEWER_JAX = jax.__version_info__ >= (0, 12)
 ABSENT = compat.ONLY_OLDER if NEWER_JAX else compat.ONLY_NEWER
 SOURCE = Path(px.__file__).parent
+ATTENTION = ("dropout_rate", "layout", "mask_type", "variadic_args")
 PARAMETERS = {
     "all_gather_invariant": ("all_gather_dimension", "axis_name", "tiled"),
     "argmax": ("axes", "index_dtype"),
@@ -41,6 +43,8 @@ PARAMETERS = {
     "custom_linear_solve": ("const_lengths", "jaxprs"),
     "custom_vjp_call": ("call_jaxpr",),
     "dot_general": ("dimension_numbers", "out_sharding", "precision", "preferred_element_type"),
+    "dot_product_attention_bwd_wrapper": ATTENTION,
+    "dot_product_attention_fwd_wrapper": ATTENTION,
     "dynamic_slice": ("slice_sizes",),
     "fft": ("fft_lengths",),
     "gather": ("dimension_numbers", "fill_value", "mode", "slice_sizes"),
@@ -72,6 +76,7 @@ TABLES = {
     "ELEMENTWISE": compat.ELEMENTWISE,
     "CHEAP": compat.CHEAP,
     "REDUCTIONS": compat.REDUCTIONS,
+    "CUSTOM_PARTITIONED": compat.CUSTOM_PARTITIONED,
     "HOST_CALLS": compat.HOST_CALLS,
     "INLINED": compat.INLINED,
     "REMAT": compat.REMAT,
@@ -214,6 +219,18 @@ def vjp(x):
 jvp.defjvp(lambda primals, tangents: (*primals, *tangents))
 vjp.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent,))
 
+
+def attention(x):
+    """cuDNN's, traced as where there is one."""
+    x = jnp.tile(x, (2, 2)).astype(jnp.bfloat16)[None, :, None]
+    return fused_attention._dot_product_attention(
+        *[x] * 3, *[jnp.zeros(0)] * 7, scale=1.0, seed=0, dropout_rate=0.0,
+        variadic_args=(False, False), mask_type=fused_attention.MaskType.CAUSAL,
+        layout=fused_attention.AttentionLayout.BTNH.value, sliding_window_length=None,
+        cudnn_version=90000, return_residual=False,
+    )[0]  # fmt: skip
+
+
 EXAMPLES = {
     "all_gather_invariant": by_hand(lambda x: lax.all_gather(x, "a", to="invarying")),
     "argmax": jnp.argmax,
@@ -230,6 +247,8 @@ EXAMPLES = {
     ),
     "custom_vjp_call": vjp,
     "dot_general": lambda x: x @ x,
+    "dot_product_attention_bwd_wrapper": jax.grad(lambda x: attention(x).sum()),
+    "dot_product_attention_fwd_wrapper": lambda x: attention(x),
     "dynamic_slice": lambda x: lax.dynamic_slice(x, (1, jnp.argmax(x[0])), (1, 1)),
     "fft": jnp.fft.fft,
     "gather": lambda x: x[jnp.argmax(x, 0)],

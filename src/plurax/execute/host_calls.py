@@ -1,13 +1,14 @@
-"""Run a step on every device, with what calls Python on the host inside.
+"""Run a step on every device, with what calls Python on the host inside, or has a partitioner.
 
 `jax.debug.print`, `jax.pure_callback` and the libraries that use them (the error checks of Diffrax)
-call a Python function on the host, once per device. XLA can do so only in a `jax.shard_map` that is
+call a Python function on the host, once per device; cuDNN's attention brings a partitioner of its
+own (`jax.custom_partitioning`). XLA can do so only in a `jax.shard_map` that is
 manual over all axes of the mesh; a plan that splits only the batch is manual over `data` alone, so
 that the model may constrain shardings over the other axes. So the step is traced first:
 
     the traced step holds                     runs manual over
     no callback                               `data`, from that trace
-    a callback                                all axes, the equations of that trace
+    one of these                              all axes, the equations of that trace
     an ordered `jax.debug.print`, devices > 1 nothing: JAX orders the prints of one device only
 
 It is not traced again over all axes: there JAX gives constants another type than what is computed,
@@ -22,10 +23,12 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
 from plurax import errors
-from plurax.jaxpr.compat import HOST_CALLS, open_jaxpr
+from plurax.jaxpr.compat import CUSTOM_PARTITIONED, HOST_CALLS, open_jaxpr
 from plurax.jaxpr.interpret import all_equations, interpret, source_line
 from plurax.mesh import on_devices
 from plurax.partition.manual import eval_manual_body
+
+_ALL_MANUAL = HOST_CALLS | CUSTOM_PARTITIONED
 
 
 def on_devices_with_host_calls(
@@ -56,7 +59,7 @@ def on_devices_with_host_calls(
     def run(*args: Any) -> Any:
         mapped = on_devices(fun, mesh, axes, kinds, takes, gives)
         closed, shapes = jax.make_jaxpr(mapped, return_shape=True)(*args)
-        calls = [eqn for eqn in all_equations(closed.jaxpr) if eqn.primitive.name in HOST_CALLS]
+        calls = [eqn for eqn in all_equations(closed.jaxpr) if eqn.primitive.name in _ALL_MANUAL]
         for eqn in calls:
             # The class of the effect is private. JAX runs an ordered `io_callback` everywhere.
             ordered = any(type(one).__name__ == "OrderedDebugEffect" for one in eqn.effects)

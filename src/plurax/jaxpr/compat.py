@@ -61,6 +61,11 @@ ANNOTATIONS = frozenset(["annotate", "sharding_constraint"])
 HOST_CALLS = frozenset(["debug_callback", "debug_print", "io_callback", "pure_callback"])
 """Calls of a Python function on the host."""
 
+CUSTOM_PARTITIONED = frozenset(
+    f"dot_product_attention_{which}_wrapper" for which in ("fwd", "bwd", "fp8_fwd", "fp8_bwd")
+) | {"custom_partitioning", "scaled_matmul_wrapper"}
+"""Operations that bring a partitioner of their own."""
+
 INLINED = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",

@@ -34,6 +34,7 @@ from jaxtyping import Array, PyTree
 
 from plurax.jaxpr.barrier import order_after_cotangent
 from plurax.jaxpr.compat import REMAT, Scan, called_jaxpr, is_recomputed
+from plurax.jaxpr.fused_attention import FUSED_ATTENTION
 from plurax.jaxpr.interpret import (
     bind,
     dependent,
@@ -44,11 +45,18 @@ from plurax.jaxpr.interpret import (
 )
 from plurax.plan import Remat
 
+
+def _products_saveable(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Keep the results of matrix products, and of attention that a library computes at once."""
+    saved = jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
+    return bool(saved) or primitive.name in FUSED_ATTENTION
+
+
 # To add a policy: a row here; its name, in the same place, in `plan.Remat`, and in words in
 # `plan.REMAT_TEXTS`. A search tries it, unless `planner.candidates.REMATS` leaves it out.
 POLICIES: dict[Remat, Callable[..., Any] | None] = {
     "none": None,
-    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots": _products_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
     "offload": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from plurax.jaxpr.compat import ANNOTATIONS, ELEMENTWISE, REDUCTIONS
+from plurax.jaxpr.fused_attention import FUSED_ATTENTION
 
 Levels = np.ndarray
 NONE, MAY, DOES = 0, 1, 2
@@ -34,7 +35,7 @@ _KEYS = frozenset([
     "random_seed", "random_split", "random_unwrap", "random_wrap", "threefry2x32",
 ])
 """The leading dims of operands and result are the same."""
-_TRAILING = {"lu_pivots_to_permutation": 1, **dict.fromkeys([
+_TRAILING = {"lu_pivots_to_permutation": 1, **dict.fromkeys(FUSED_ATTENTION, 3), **dict.fromkeys([
     "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "ormqr", "qr",
     "schur", "svd", "symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve",
 ], 2)}
@@ -587,8 +588,7 @@ _RULES: dict[str, Callable[[Any, Sequence[Levels], Any], list[Levels]]] = {
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
     "sort": _sort,
-    "top_k": _top_k,
-    "approx_top_k": _top_k,
+    **dict.fromkeys(["top_k", "approx_top_k"], _top_k),
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,

@@ -27,6 +27,7 @@ from plurax.jaxpr.compat import (
     is_call_or_remat,
     open_jaxpr,
 )
+from plurax.jaxpr.fused_attention import FUSED_ATTENTION, attention_products
 from plurax.jaxpr.product_dims import product_dims
 from plurax.trace.step_trace import COLLECTIVES, Block, Op, Value
 
@@ -96,6 +97,9 @@ class Flattener:
         elif name == "conv_general_dilated":
             left, right = (var.aval for var in eqn.invars)
             params = {**params, "kernel": right.shape, "dtype": str(left.dtype)}
+        elif name in FUSED_ATTENTION:
+            count, dims = attention_products(eqn, [var.aval.shape for var in eqn.invars])
+            params = {"product": dims, "count": count, "dtype": str(eqn.invars[0].aval.dtype)}
         elif name in COLLECTIVES:
             params = {**params, "scopes": f"{self._scopes}/{eqn.source_info.name_stack}"}
         elif name == "transpose" and params["permutation"] == self.products.get(inputs[0]):

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from plurax.collective import Collective
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
+from plurax.jaxpr.fused_attention import FUSED_ATTENTION
 from plurax.jaxpr.product_dims import PRODUCTS
 from plurax.trace import xla_cpu
 from plurax.trace.collectives import collective_of
@@ -234,9 +235,10 @@ def _of_kernel(kernel: Kernel, sizes: Mapping[str, int]) -> Work:
         sent = sum(value.bytes for value in root.outputs)  # its operands together
         return Work(kernels=1, sending=(Sending((collective_of(root, sent, sizes),)),))
     moved = sum(_reads(kernel).values()) + _bytes_written(root)
-    product = next((op for op in kernel.ops if op.name in PRODUCTS), None)
+    product = next((op for op in kernel.ops if op.name in PRODUCTS | FUSED_ATTENTION), None)
     if product is not None:
-        return Work({_product(product, moved): 1}, kernels=1)
+        count = product.params.get("count", 1)
+        return Work({_product(product, moved // count): count}, kernels=1)
     if root.name == "operand" and len(kernel.ops) == 1:  # XLA's own, and not on every device
         return Work()
     return Work(other_flops=_flops(kernel.ops), bytes=moved, kernels=1)
@@ -270,7 +272,7 @@ def _stack_bytes(kernel: Kernel) -> int:
 
 def _product(op: Op, moved: int) -> Product:
     """Return the matrix product of an operation, or the one that a convolution amounts to."""
-    if op.name == "dot_general":
+    if op.name != "conv_general_dilated":
         m, n, k, batch = op.params["product"]
         return Product(m, n, k, batch, op.params["dtype"], moved)
     kernel, out = op.params["kernel"], op.outputs[0].size

@@ -7,7 +7,9 @@ rule gets replicated inputs, which is always right.
 """
 
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
+from plurax.jaxpr.fused_attention import FUSED_ATTENTION
 from plurax.partition.operators import (
+    attention,
     elementwise,
     gather_scatter,
     irregular_products,
@@ -63,6 +65,7 @@ RULES: dict[str, Rule] = {
         ],
         gather_scatter.scatter,
     ),
+    **dict.fromkeys(FUSED_ATTENTION, attention.fused_attention),
     "sort": shape_ops.single_dim_rule("dimension"),
     "split": shape_ops.single_dim_rule("axis"),
     "top_k": shape_ops.single_dim_rule("axis"),
