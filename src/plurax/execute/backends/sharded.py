@@ -40,7 +40,7 @@ from plurax import errors, tree
 from plurax.collective import Collective
 from plurax.execute import early_reduction
 from plurax.execute.backends.backend import Backend
-from plurax.execute.gradient import Totals, device_predict, evaluation, gradient
+from plurax.execute.gradient import Totals, device_predict, evaluation, gradient, with_precision
 from plurax.execute.initial_state import new_state
 from plurax.execute.layouts.state_shardings import StateShardings, stacks
 from plurax.execute.mask import loss_arguments
@@ -147,7 +147,8 @@ class ShardedBackend(Backend):
         self._warned: set[str] = set()
 
     def _loss_jaxpr(self, like: TrainState, rows: PyTree) -> Any:
-        loss = within(self._mesh, self.task.loss) if self._mesh else self.task.loss
+        loss = with_precision(self.task.loss, self.plan.precision, self.task.stateful)
+        loss = within(self._mesh, loss) if self._mesh else loss
         return jax.make_jaxpr(loss)(*loss_arguments(self.task, like, rows)).jaxpr
 
     def of(self, task: Task, optimizer: optax.GradientTransformation) -> "ShardedBackend":
