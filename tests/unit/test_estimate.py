@@ -232,6 +232,33 @@ def test_seconds_add_up():
     assert every == Seconds(3.0, 6.0, {"data": 9.0}, 12.0, 15.0)
 
 
+def test_an_estimate_is_of_the_step_on_its_platform():
+    """Only GPUs send while they compute, and reduce layer by layer: seconds and bytes say so."""
+    task, batch = models.transformer_stack(depth=4), models.text(64)
+    gpu = px.Machine.preset("8xA100-80GB")
+    cpu = dataclasses.replace(gpu, platform="cpu")
+    plan = px.Plan(data=8, remat="full")
+    ours, other = (px.estimate(task, optax.adam(1e-3), plan, batch, m) for m in (gpu, cpu))
+    assert ours.gradient.hidden > 0
+    assert other.gradient.hidden == 0
+    assert ours.seconds < other.seconds
+    assert ours.total_sent == pytest.approx(other.total_sent, rel=0.01)
+
+
+def test_seconds_are_given_with_what_they_may_be():
+    """The least waits for nothing, the most has two thirds of the rates."""
+    task, batch = models.transformer_stack(depth=4), models.text(64)
+    plan = px.Plan(data=2, pipeline=2, microbatches=4)
+    found = px.estimate(task, optax.adam(1e-3), plan, batch, px.Machine.preset("8xA100-80GB"))
+    least, most = found.between
+    waits = found.gradient.bubble + sum(found.gradient.collectives.values())
+    waits += sum(found.update.collectives.values())
+    assert least == pytest.approx(found.seconds - waits)
+    assert least < found.seconds
+    assert most == 1.5 * found.seconds
+    assert "two thirds of the rates" in str(found)
+
+
 def test_a_thousand_devices_that_are_not_here():
     task, batch = models.transformer_stack(depth=8), models.text(1024)
     machine = px.Machine.preset("8xA100-80GB", nodes=128)

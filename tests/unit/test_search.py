@@ -419,3 +419,15 @@ def test_of_equally_fast_plans_the_surer_one_comes_first():
         queue.push(2.0, CandidatePlan(sizes, px.Plan(), 2.0, memory), risk=risk)
     assert queue.left() == [2.0, 2.0], "what could be missed does not count the risk"
     assert [queue.pop()[1].memory for _ in range(2)] == [1.0, 9.0]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_solution_leaves_updates_to_its_candidates(microbatches):
+    """They are of a step, not of a row: what they take does not grow with the rows."""
+    task, like = models.mlp_task(), jax.eval_shape(lambda: models.data(64))
+    costs = TimeCosts(px.Machine.preset("4xA100-80GB"), px.Plan(data=2, microbatches=microbatches))
+    solved = TensorSearch(task, like, lambda plan: costs).sharded(costs.plan)
+    of_parameters = sum(solved.parameter_seconds(costs))
+    assert of_parameters > 0
+    of_rows = microbatches * solved.profile.seconds + solved.profile.once
+    assert solved.solution.cost == pytest.approx(of_rows + of_parameters)

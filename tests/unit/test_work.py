@@ -13,8 +13,9 @@ from plurax.trace.clock import Clock
 from plurax.trace.collectives import planned_collectives
 from plurax.trace.compilers import rules_of
 from plurax.trace.flatten import Flattener
+from plurax.trace.kernels import kernels
 from plurax.trace.step_trace import Value
-from plurax.trace.work import Product, Sending, Work, work
+from plurax.trace.work import Product, Sending, Work, work, work_of
 
 FLOAT = jnp.float32
 
@@ -206,10 +207,7 @@ def test_a_product_with_what_follows_it_is_a_product():
 def sending(fun, platform):
     """Return the seconds of a function of shards, of which the first is summed over `data`."""
     machine = px.Machine.preset("8xH100-80GB")
-    mesh = jax.sharding.AbstractMesh((8,), ("data",))
-    spec = jax.sharding.PartitionSpec()
-    mapped = jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    block = flat_on({"data": 8}, mapped, *arrays(2, (2048, 2048)))
+    block = flat_on({"data": 8}, mapped(fun), *arrays(2, (2048, 2048)))
     return Clock(px.Plan(data=8), machine).seconds(work(block, {"data": 8}, rules_of(platform)))
 
 
@@ -260,6 +258,27 @@ def test_work_that_is_repeated_is_beside_each_repetition():
     assert sum(beside.products.values()) == 1
 
 
+def test_what_waits_for_a_part_left_out_hides_nothing():
+    """The sum waits for a loop, and the loop for what is before it."""
+
+    def fun(x, y):
+        before = jnp.tanh(x @ y)
+        last, _ = jax.lax.scan(lambda c, _: (c @ y, None), before, None, length=3)
+        return before, jax.lax.psum(last, "data")
+
+    block = flat_on({"data": 8}, mapped(fun), *arrays(2, (64, 64)))
+    every = kernels(block, rules=rules_of("gpu"))
+    loop = next(kernel for kernel in every if kernel.root.name == "scan")
+    rest = work_of(every, {"data": 8}, without=[loop])
+    assert sum(rest.products.values()) == 1
+    assert [one.beside for one in rest.sending] == [()]
+
+
+def mapped(fun):
+    mesh, spec = jax.sharding.AbstractMesh((8,), ("data",)), jax.sharding.PartitionSpec()
+    return jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
 def sending_of_a_loop():
     def body(carry, _):
         x, y = carry
@@ -268,7 +287,5 @@ def sending_of_a_loop():
     def fun(x, y):
         return jax.lax.scan(body, (x, y), None, length=5)[0]
 
-    mesh, spec = jax.sharding.AbstractMesh((8,), ("data",)), jax.sharding.PartitionSpec()
-    mapped = jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    block = flat_on({"data": 8}, mapped, *arrays(2, (64, 64)))
+    block = flat_on({"data": 8}, mapped(fun), *arrays(2, (64, 64)))
     return work(block, {"data": 8}, rules_of("gpu"))

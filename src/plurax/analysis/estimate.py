@@ -59,6 +59,19 @@ class Estimate:
         return self.gradient.total + self.update.total
 
     @property
+    def between(self) -> tuple[float, float]:
+        """The seconds between which a step is expected to be measured.
+
+        The least if nothing is waited for, neither collectives nor other stages of a pipeline; the
+        most if devices reach two thirds of the expected rates, as those of published runs do whose
+        power is limited. Of seventeen published runs sixteen are in between
+        (`benchmarks/published.py`).
+        """
+        parts = (self.gradient, self.update)
+        least = sum(part.products + part.traffic + part.overhead for part in parts)
+        return least, self.seconds * 1.5
+
+    @property
     def peak(self) -> int:
         """The most bytes that a device holds."""
         return sum(self.memory.values())
@@ -113,6 +126,8 @@ class Estimate:
         ]
         if hidden := self.gradient.hidden + self.update.hidden:
             rows.append(("  sent meanwhile", f"{human_seconds(hidden)}, in no time of its own"))
+        least, most = map(human_seconds, self.between)
+        rows.append(("  between", f"{least} (nothing waits) and {most} (two thirds of the rates)"))
         if self.machine.correction != 1:
             rows.append(("  by runs", f"× {self.machine.correction:g}, in all of these"))
         limit = human_bytes(self.machine.memory)

@@ -79,8 +79,10 @@ def profile_of(
     once = 0.0
     for index, trips, cost in _node_seconds(graph, solution, costs):
         node = graph.nodes[index]
+        if node.kind == "parameter":
+            continue  # gradients over `data` and updates are of a candidate, not of a solution
         if trips < microbatches:
-            once += cost if node.kind != "parameter" else 0.0
+            once += cost
         else:
             seconds[parts[index], node.backward] += cost / microbatches
     kept: dict[str, float] = defaultdict(float)

@@ -13,7 +13,7 @@ A loop whose length is known only while it runs counts one trip.
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from plurax.collective import Collective
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
@@ -162,9 +162,9 @@ def work_of_step(trace: StepTrace, rules: CompilerRules = xla_cpu.RULES) -> Step
     body = loop.inner[0]
     actions = [kernel for kernel in body if kernel.root.name == "while"]
     return StepWork(
-        work_of([kernel for kernel in gradient if kernel is not loop], sizes),
+        work_of(gradient, sizes, without=[loop]),
         update,
-        work_of([kernel for kernel in body if kernel not in actions], sizes),
+        work_of(body, sizes, without=actions),
         {
             part: work_of(kernel.inner[0], sizes)
             for part, kernel in zip(trace.pipeline.parts(), actions, strict=True)
@@ -182,15 +182,20 @@ def work(block: Block, sizes: Mapping[str, int], rules: CompilerRules = xla_cpu.
     return work_of(kernels(block, rules=rules_of_seconds(rules)), sizes)
 
 
-def work_of(separate: Sequence[Kernel], sizes: Mapping[str, int]) -> Work:
-    """Return what a device does in some kernels of one block."""
+def work_of(
+    separate: Sequence[Kernel], sizes: Mapping[str, int], without: Collection[Kernel] = ()
+) -> Work:
+    """Return what a device does in some kernels of one block, a few of them left `without`."""
     if not separate:
         return Work()
     rules = separate[0].rules
     groups = joined(separate) if rules.joins_kernels else [[kernel] for kernel in separate]
     works = [
-        _of_kernel(group[0], sizes) if len(group) == 1 else _of_several(group) for group in groups
-    ]
+        Work() if group[0] in without
+        else _of_kernel(group[0], sizes) if len(group) == 1
+        else _of_several(group)
+        for group in groups
+    ]  # fmt: skip
     sent = [index for index, group in enumerate(groups) if group[0].root.name in COLLECTIVES]
     if not rules.overlaps or not sent:
         return Work.sum(works)

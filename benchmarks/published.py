@@ -1,0 +1,186 @@
+"""Steps of training runs that others measured and published, beside what plurax estimates for them.
+
+    python -m benchmarks.published
+
+Each row is a model, a machine and a plan as published, in plurax's words, and estimated before any
+of it is compiled. No value of a preset was set by these rows. Llama's attention is cuDNN's: its
+rows need the package (pip install 'plurax[cuda]'), and are left out without it.
+
+What differs from the published runs: plurax' pipelines run in lockstep, `eager-1f1b` stands for
+interleaved schedules, and products are in bfloat16 where `float8` says that theirs were in float8.
+
+Sources, by the letter of a row:
+M  Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, table 1: rates a device, all operations
+   of a step counted as in its equation 3; microbatches of 1 to 8 sequences, by model
+N  Smith et al. 2022, https://arxiv.org/abs/2201.11990, section 2.4: 60.1 s for a batch
+T  torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: tokens a second a device, on H100s of
+   96 GB with HBM2e, 2.4 TB/s and a limit of 500 W
+L  Llama 3, https://arxiv.org/abs/2407.21783, table 4: rates a device, causal attention counted
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+import plurax as px
+from benchmarks import gpt, llama
+from benchmarks.gpt import Gpt
+
+STORED = Path(__file__).parent / "results" / "published.json"
+MODELS: dict[str, Any] = {
+    "8B": llama.LLAMA_8B, "70B": llama.LLAMA_70B, "405B": llama.LLAMA_405B
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedRun:
+    """A published step: `seconds` of a batch of `batch` sequences under a plan.
+
+    `source`, the letter of the list above; `machine`, a preset of `nodes`; `other`, fields of the
+    machine that differ from the preset; `float8`, whether theirs ran products in float8.
+    """
+
+    name: str
+    source: str
+    model: Any
+    batch: int
+    machine: str
+    nodes: int
+    plan: dict[str, Any]
+    seconds: float
+    other: dict[str, Any] = dataclasses.field(default_factory=dict)
+    float8: bool = False
+
+    def estimate(self) -> px.analysis.Estimate:
+        """What plurax expects of it."""
+        rules = gpt.MEGATRON if isinstance(self.model, Gpt) else llama.MEGATRON
+        shardings = rules if self.plan.get("tensor", 1) > 1 else {}
+        plan = px.Plan(precision="bfloat16", shardings=shardings, **self.plan)
+        machine = px.Machine.preset(self.machine, self.nodes)
+        machine = dataclasses.replace(machine, **self.other)
+        batch = self.model.batch(self.batch)
+        return px.estimate(self.model.task(), optax.adamw(1e-4), plan, batch, machine)
+
+
+# Billions of parameters: depth, width, heads, tensor, pipeline, devices, batch, TFLOP/s a device,
+# and the sequences of a microbatch.
+_MEGATRON = {
+    "1.7": (24, 2304, 24, 1, 1, 32, 512, 137, 8),
+    "3.6": (30, 3072, 32, 2, 1, 64, 512, 138, 8),
+    "7.5": (36, 4096, 32, 4, 1, 128, 512, 142, 4),
+    "18.4": (40, 6144, 48, 8, 1, 256, 1024, 135, 4),
+    "39.1": (48, 8192, 64, 8, 2, 512, 1536, 138, 2),
+    "76.1": (60, 10240, 80, 8, 4, 1024, 1792, 140, 2),
+    "145.6": (80, 12288, 96, 8, 8, 1536, 2304, 148, 2),
+    "310.1": (96, 16384, 128, 8, 16, 1920, 2160, 155, 1),
+    "529.6": (105, 20480, 128, 8, 35, 2520, 2520, 163, 1),
+    "1008.0": (128, 25600, 160, 8, 64, 3072, 3072, 163, 1),
+}
+
+
+def _megatron() -> Iterator[PublishedRun]:
+    for name, (depth, width, heads, tensor, pipeline, devices, batch, rate, rows) in (
+        _MEGATRON.items()
+    ):  # fmt: skip
+        model = Gpt(depth, width, heads)
+        tokens, data = model.tokens, devices // tensor // pipeline
+        flops = 96 * batch * tokens * depth * width**2
+        flops *= 1 + tokens / (6 * width) + model.vocabulary / (16 * depth * width)
+        plan = {
+            "data": data, "tensor": tensor, "pipeline": pipeline, "remat": "full",
+            "microbatches": batch // data // rows,
+            "schedule": "eager-1f1b" if pipeline > 1 else "1f1b",
+        }  # fmt: skip
+        seconds = flops / (devices * rate * 1e12)
+        yield PublishedRun(
+            f"GPT, {name}B", "M", model, batch, "8xA100-80GB", devices // 8, plan, seconds
+        )
+
+
+def _others() -> Iterator[PublishedRun]:
+    mt_nlg = {
+        "data": 8, "tensor": 8, "pipeline": 35, "microbatches": 240, "remat": "full",
+        "schedule": "eager-1f1b",
+    }  # fmt: skip
+    yield PublishedRun(
+        "MT-NLG, 530B", "N", Gpt(105, 20480, 128), 1920, "8xA100-80GB", 280, mt_nlg, 60.1
+    )
+    limited = {"memory_bandwidth": 2.4e12, "memory": 96e9}
+    titan: list[tuple[str, str, int, float, bool, dict[str, Any]]] = [
+        ("FSDP", "8B", 16, 6667, False, {"data": 8, "zero": 3, "remat": "dots"}),
+        ("FSDP", "8B", 256, 6514, False, {"data": 128, "zero": 3, "remat": "dots"}),
+        ("2D", "70B", 512, 829, True, {"data": 32, "tensor": 8, "zero": 3, "remat": "full"}),
+        ("3D, 1F1B", "405B", 256, 100, True, {
+            "data": 8, "tensor": 8, "pipeline": 8, "microbatches": 32, "zero": 2, "remat": "full",
+            "schedule": "1f1b",
+        }),
+    ]  # fmt: skip
+    for kind, model, batch, rate, float8, plan in titan:
+        devices = px.Plan(**plan).devices
+        seconds = batch * MODELS[model].tokens / devices / rate
+        yield PublishedRun(
+            f"Llama, {model}, {kind}, {devices} devices", "T", MODELS[model], batch, "8xH100-80GB",
+            devices // 8, plan, seconds, limited, float8,
+        )  # fmt: skip
+    for data, rate in ((64, 430), (128, 400)):
+        model, batch = llama.LLAMA_405B, 2048
+        # A product of two numbers for each parameter, forward and twice backward; attention.
+        token = 6 * 405.9e9 + 6 * model.depth * model.tokens * model.width
+        plan = {
+            "data": data, "tensor": 8, "pipeline": 16, "microbatches": batch // data, "zero": 1,
+            "schedule": "zb-h1",
+        }  # fmt: skip
+        devices = data * 128
+        seconds = batch * model.tokens * token / (devices * rate * 1e12)
+        yield PublishedRun(
+            f"Llama, 405B, {devices} devices", "L", model, batch, "8xH100-80GB", devices // 8, plan,
+            seconds,
+        )  # fmt: skip
+
+
+def runs() -> list[PublishedRun]:
+    """All rows."""
+    return [*_megatron(), *_others()]
+
+
+def main() -> int:
+    """Print each estimate beside what is published, and how often the interval holds it."""
+    argparse.ArgumentParser("python -m benchmarks.published", description=__doc__).parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    rows = []
+    for run in runs():
+        started = time.perf_counter()
+        try:
+            estimate = run.estimate()
+        except RuntimeError as error:
+            print(f"{run.name:36} left out: {str(error).splitlines()[0]}")
+            continue
+        low, high = estimate.between
+        rows.append({
+            "name": run.name, "source": run.source, "published": run.seconds,
+            "estimated": estimate.seconds, "between": [low, high], "float8": run.float8,
+            "plan": estimate.plan.sizes_text(), "peak": estimate.peak,
+        })  # fmt: skip
+        ratio, float8 = estimate.seconds / run.seconds, ", theirs in float8" if run.float8 else ""
+        print(f"{run.source} {run.name:36} {run.seconds:7.2f} s, estimated {estimate.seconds:7.2f},"
+              f" {ratio:.2f} x, {low:.2f} to {high:.2f}{float8}"
+              f" ({time.perf_counter() - started:.1f} s)", flush=True)  # fmt: skip
+    errors = [abs(row["estimated"] / row["published"] - 1) for row in rows]
+    inside = sum(row["between"][0] <= row["published"] <= row["between"][1] for row in rows)
+    print(f"mean error {statistics.mean(errors):.0%}, median {statistics.median(errors):.0%}; "
+          f"{inside} of {len(rows)} within their interval")  # fmt: skip
+    STORED.write_text(json.dumps({"jax": jax.__version__, "rows": rows}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
