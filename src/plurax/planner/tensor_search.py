@@ -102,6 +102,12 @@ class Sharded:
         return profile_of(self.graph, self.solution, self.costs, times, self.depth)
 
     @functools.cached_property
+    def starts(self) -> float:
+        """The seconds in which the products of one microbatch start, whatever its rows."""
+        products = sum(node.trips for node, one in self._chosen() if one.product is not None)
+        return self.costs.machine.start_seconds * products / self.plan.microbatches
+
+    @functools.cached_property
     def seconds_sent(self) -> float:
         """The seconds of the collectives over `tensor` in one step."""
         alone = [dataclasses.replace(one, all_reduces=()) for _, one in self._chosen()]
@@ -239,7 +245,8 @@ class TensorSearch:
             sent = self._between_stages(plan)
             return self._stages(plan).seconds + (once + reduction) / plan.pipeline + sent
         rows = self._batch_size / plan.data / solved.rows_of_a_microbatch
-        seconds = rows * solved.profile.seconds / (speeds[0] if speeds else 1.0)
+        seconds = rows * (solved.profile.seconds - solved.starts)
+        seconds = (seconds + plan.microbatches * solved.starts) / (speeds[0] if speeds else 1.0)
         if self._machine is not None and sends_meanwhile(self._machine):
             # Behind the backward pass of the last microbatch, from ZeRO 2 on behind all of them.
             beside = seconds if plan.zero >= 2 else seconds / plan.microbatches
