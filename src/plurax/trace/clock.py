@@ -25,6 +25,7 @@ Estimates and searches read this clock, and the executor of a pipeline obeys the
 """
 
 import dataclasses
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import final
@@ -178,15 +179,16 @@ class Clock:
     def _waits(self, sending: Sending, seconds: Sequence[float], stage: int) -> list[float]:
         """Return how long a device waits for each collective, of which `seconds` are sent.
 
-        Work beside several collectives is shared among them by their seconds.
+        Work beside few of them comes first. What is beside several is shared among them by what is
+        left of each.
         """
         left = list(seconds)
-        for work, places in sending.beside:
+        for work, places in sorted(sending.beside, key=lambda part: len(part[1])):
             own = self.seconds(dataclasses.replace(work, sending=()), stage).total
-            share = own / (sum(seconds[place] for place in places) or 1.0)
+            hidden = min(1.0, own / (sum(left[place] for place in places) or math.inf))
             for place in places:
-                left[place] -= share * seconds[place]
-        return [max(0.0, one) for one in left]
+                left[place] *= 1 - hidden
+        return left
 
     def _sending(self, collective: Collective) -> float:
         return collective_seconds(

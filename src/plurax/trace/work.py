@@ -157,7 +157,8 @@ def work_of_step(trace: StepTrace, rules: CompilerRules = xla_cpu.RULES) -> Step
     update = work_of([kernel for kernel in every if not after.isdisjoint(kernel.ops)], sizes)
     gradient = [kernel for kernel in every if after.isdisjoint(kernel.ops)]
     if trace.pipeline is None:
-        return StepWork(work_of(gradient, sizes), update)
+        recomputed = trace.plan.remat != "none"
+        return StepWork(work_of(gradient, sizes, recomputed=recomputed), update)
     loop = next(kernel for kernel in gradient if _is_tick_loop(kernel))
     body = loop.inner[0]
     actions = [kernel for kernel in body if kernel.root.name == "while"]
@@ -183,9 +184,17 @@ def work(block: Block, sizes: Mapping[str, int], rules: CompilerRules = xla_cpu.
 
 
 def work_of(
-    separate: Sequence[Kernel], sizes: Mapping[str, int], without: Collection[Kernel] = ()
+    separate: Sequence[Kernel],
+    sizes: Mapping[str, int],
+    without: Collection[Kernel] = (),
+    *,
+    recomputed: bool = False,
 ) -> Work:
-    """Return what a device does in some kernels of one block, a few of them left `without`."""
+    """Return what a device does in some kernels of one block, a few of them left `without`.
+
+    `recomputed`: some are rematerialized. What these wait for is not in the block, so that only
+    gradients over `data` are taken to be sent meanwhile.
+    """
     if not separate:
         return Work()
     rules = separate[0].rules
@@ -201,7 +210,9 @@ def work_of(
         return Work.sum(works)
     collectives = tuple(one for index in sent for one in works[index].collectives)
     parts = defaultdict[frozenset[int], list[Work]](list)
+    late = {place for place, one in enumerate(collectives) if one.axes == ("data",)}
     for index, free in enumerate(unordered(groups, sent)):
+        free = free & late if recomputed else free
         if free and index not in sent:
             parts[free].append(works[index])
     beside = tuple((Work.sum(part), free) for free, part in parts.items())
