@@ -2,10 +2,10 @@
 
 A clock would make what is found depend on how fast and how busy the computer is.
 
-    evaluations=12     solutions of shardings over `tensor`    6 at most
-                       estimates                               what is left of the 12
-                       plans of experts                        of either kind, 12 more
-                       looks at what a solution says           1,200
+    evaluations=16     solutions of shardings over `tensor`    8 at most
+                       estimates                               what is left of the 16
+                       plans of experts                        of either kind, 16 more
+                       looks at what a solution says           1,600
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Literal, final
 
-EVALUATIONS = 12
+EVALUATIONS = 16
 """By default."""
 
 _LOOKS = 100

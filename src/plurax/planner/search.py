@@ -431,7 +431,7 @@ class _Search:
 _NEAREST = 3
 """Of the plans that need too much memory by their bounds, how many are named."""
 
-_UNSURE, _SURE, _PLAIN = 0.85, 0.95, 0.5
+_UNSURE, _SURE, _PLAIN = 0.95, 0.99, 0.5
 """What an estimate may be by what is expected: of a plan to which none alike is estimated; of an
 expert's to which one is; of the plainest ones, which are few, so that they are seldom left out."""
 
