@@ -8,9 +8,14 @@ kernels over the same numbers, so that what they share is read once:
     v = b2 * v + (1 - b2) * g²    reads v, g    writes v        writes p, m, v
     p = p - lr * m / sqrt(v)      reads p, m, v writes p        7 arrays moved for 10
 
-Kernels are joined that go over equally many numbers, elementwise or in a reduction over the same
-dims, if one reads what the other reads or writes, number by number, and nothing between them has to
-run in between.
+Kernels are joined that go over equally many numbers, if one reads what the other reads or writes,
+number by number, and nothing has to run in between. Reductions are among them: over the last dims a
+kernel has whole rows, and may read what it reduced; over other dims only reductions are joined.
+
+    a softmax, (B, T)             apart                         together
+    m = max(x, -1)                reads x       writes (B,)     reads x
+    s = sum(exp(x - m), -1)       reads x, m    writes (B,)     writes y, and m and s
+    y = exp(x - m) / s            reads x, m, s writes y        2 arrays moved for 4
 
 Source: XLA's `multi_output_fusion.cc` for GPUs, and programs compiled for H100.
 """
@@ -90,12 +95,17 @@ def unordered(groups: Sequence[Sequence[Kernel]], some: Sequence[int]) -> list[f
         {source[value] for one in group for value in one.reads if source.get(value, i) != i}
         for i, group in enumerate(groups)
     ]
-    for index in range(len(groups)):
-        for need in needs[index]:
-            before[index] |= before[need] | places.get(need, 0)
-    for index in reversed(range(len(groups))):
-        for need in needs[index]:
-            after[need] |= after[index] | places.get(index, 0)
+    # A group stands where its first kernel does, and may need one that stands behind it.
+    grown = True
+    while grown:
+        sizes = [*before, *after]
+        for index, own in enumerate(needs):
+            for need in own:
+                before[index] |= before[need] | places.get(need, 0)
+        for index, own in reversed([*enumerate(needs)]):
+            for need in own:
+                after[need] |= after[index] | places.get(index, 0)
+        grown = sizes != [*before, *after]
     every = range(len(some))
     return [
         frozenset(place for place in every if not (b | a) >> place & 1)
