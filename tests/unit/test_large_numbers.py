@@ -126,7 +126,7 @@ def test_a_search_on_millions_of_devices_ends(monkeypatch):
     machine = px.Machine.preset("8xH100-80GB", nodes=10**6)
     found = px.search(models.mlp_task(), optax.sgd(0.1), models.data(512), machine, evaluations=6)
     assert found.best.devices <= 512
-    assert len(traced) < 10
+    assert len(traced) <= 2 * 6  # evaluations, and as many of experts' plans
 
 
 def test_processes_of_a_host(capsys):
