@@ -5,6 +5,7 @@ import importlib
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -223,12 +224,8 @@ vjp.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent,))
 def attention(x):
     """cuDNN's, traced as where there is one."""
     x = jnp.tile(x, (2, 2)).astype(jnp.bfloat16)[None, :, None]
-    return fused_attention._dot_product_attention(
-        *[x] * 3, *[jnp.zeros(0)] * 7, scale=1.0, seed=0, dropout_rate=0.0,
-        variadic_args=(False, False), mask_type=fused_attention.MaskType.CAUSAL,
-        layout=fused_attention.AttentionLayout.BTNH.value, sliding_window_length=None,
-        cudnn_version=90000, return_residual=False,
-    )[0]  # fmt: skip
+    with mock.patch.object(fused_attention, "check_cudnn_version", return_value=91000):
+        return jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn")
 
 
 EXAMPLES = {

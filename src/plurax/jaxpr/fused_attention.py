@@ -27,8 +27,8 @@ FUSED_ATTENTION = FORWARD | BACKWARD
 Dims = tuple[str | None, ...]
 """For each dim its letter if it may be split."""
 
-_HEADS_FIRST = 1
-"""The value of the parameter `layout` of (B, N, T, H)."""
+_HEADS_LAST, _HEADS_FIRST = 0, 1
+"""The values of the parameter `layout` of (B, T, N, H) and (B, N, T, H)."""
 _OPERANDS = 10
 """Of the forward operation: q, k, v, bias, two lengths, two offsets, two tables of pages."""
 
@@ -39,10 +39,14 @@ def split_dims(eqn: Any) -> tuple[list[Dims], list[Dims]] | None:
 
     "N" is on the heads of keys too, if there are several: a part of one is that of the other. What
     is drawn for dropout depends on the place in the whole, segments cross rows, slopes (ALiBi)
-    depend on the head, and the gradient of a bias is a sum over rows.
+    depend on the head, and the gradient of a bias is a sum over rows. Newer versions of JAX have
+    other layouts, and operands of a function of the scores.
     """
     params, shapes = eqn.params, [tuple(var.aval.shape) for var in eqn.invars]
     bias, rows, rest = shapes[3], shapes[4:6], shapes[6:_OPERANDS]
+    known = _OPERANDS + (0 if eqn.primitive.name in FORWARD else 3)
+    if len(shapes) != known or params["layout"] not in (_HEADS_LAST, _HEADS_FIRST):
+        return None
     if params["dropout_rate"] or any(shape != (0,) for shape in rest):
         return None
     if params["variadic_args"][1] or getattr(params["mask_type"], "name", "") == "ALIBI":
