@@ -566,7 +566,7 @@ def test_an_estimate_of_an_experiment(workplace, capsys):
     code, out, err = run(capsys, *arguments, "--machine", "8xA100-80GB", "--nodes", 2)
     assert (code, err) == (0, "")
     assert "Plan(data=4) on 2 nodes of 8xA100-80GB" in out
-    for part in ("matrix products", "sent meanwhile", "memory of a device", "are left",
+    for part in ("matrix products", "collectives over data", "memory of a device", "are left",
                  "1,000,000 examples take", "device-hours"):  # fmt: skip
         assert part in out
     px.Machine("little", {"float32": 1e9}, 100, 1e9).save("little.toml")
