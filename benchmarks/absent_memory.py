@@ -352,19 +352,19 @@ def planned_bytes(name: str, machines: Iterable[str]) -> dict[str, int]:
     return planned
 
 
-def stored() -> dict[str, Any]:
-    """Return the compiled bytes that are stored, by machine and row."""
-    return json.loads(STORED.read_text()) if STORED.exists() else {"compiled": {}}
+def stored(path: Path = STORED) -> dict[str, Any]:
+    """Return the compiled figures that are stored, by machine and row."""
+    return json.loads(path.read_text()) if path.exists() else {"compiled": {}}
 
 
-def store(machine: str, name: str, found: Mapping[str, int]) -> None:
-    """Store what a compiler allocated, with its version."""
-    every = stored()
+def store(machine: str, name: str, found: Mapping[str, float], path: Path = STORED) -> None:
+    """Store what a compiler made of a row, with its version."""
+    every = stored(path)
     packages = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
     every["versions"] = {package: importlib.metadata.version(package) for package in packages}
     every["date"] = datetime.date.today().isoformat()
     every["compiled"].setdefault(machine, {})[name] = dict(found)
-    STORED.write_text(json.dumps(every, indent=2) + "\n")
+    path.write_text(json.dumps(every, indent=2) + "\n")
 
 
 def main() -> int:

@@ -14,18 +14,14 @@ Of TPUs the walk takes the compiler's own cycles, so that rates differ, too.
 
 import argparse
 import collections
-import datetime
-import importlib.metadata
-import json
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 
 import plurax as px
-from benchmarks.absent_memory import CHECKED, OPTIMIZER, ROWS, names, row_of
+from benchmarks.absent_memory import CHECKED, OPTIMIZER, ROWS, names, row_of, store, stored
 from plurax.targets import Target
 
 STORED = Path(__file__).parent / "results" / "absent-seconds.json"
@@ -46,21 +42,6 @@ def estimated_seconds(machine: str, name: str) -> float:
     return px.estimate(model.task, OPTIMIZER, plan, model.batch, target).seconds
 
 
-def stored() -> dict[str, Any]:
-    """Return the seconds that are stored, by machine and row."""
-    return json.loads(STORED.read_text()) if STORED.exists() else {"compiled": {}}
-
-
-def store(machine: str, name: str, seconds: dict[str, float]) -> None:
-    """Store what a walk found, with the compiler's version."""
-    every = stored()
-    packages = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
-    every["versions"] = {package: importlib.metadata.version(package) for package in packages}
-    every["date"] = datetime.date.today().isoformat()
-    every["compiled"].setdefault(machine, {})[name] = seconds
-    STORED.write_text(json.dumps(every, indent=2) + "\n")
-
-
 def main() -> int:
     """Print estimated beside compiled seconds of each row, and their mean and worst by machine."""
     rows = [name for name in (*names(ROWS), *names(CHECKED)) if "pipeline" not in name]
@@ -73,10 +54,10 @@ def main() -> int:
     if options.compile:
         for machine in options.machines:
             for name in options.rows:
-                store(machine, name, compiled_seconds(machine, name))
+                store(machine, name, compiled_seconds(machine, name), STORED)
     errors: dict[tuple[str, bool], list[float]] = collections.defaultdict(list)
     for machine in options.machines:
-        compiled = stored()["compiled"].get(machine, {})
+        compiled = stored(STORED)["compiled"].get(machine, {})
         for name in options.rows:
             if name in compiled:
                 ours, theirs = estimated_seconds(machine, name), compiled[name]["seconds"]

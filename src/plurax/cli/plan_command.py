@@ -172,8 +172,9 @@ def _predicted_peak(
         return predicted.peak
     assert isinstance(experiment.task, Task)
     _, like = data_source(experiment, options)
-    trace = record_step(experiment.task, experiment.optimizer, program.plan, like)
-    return peak_bytes(trace, program.mesh.devices.flat[0].platform)
+    platform = program.mesh.devices.flat[0].platform
+    trace = record_step(experiment.task, experiment.optimizer, program.plan, like, platform)
+    return peak_bytes(trace, platform)
 
 
 def _costs(program: Program, plan: Plan) -> ScheduleCosts:

@@ -2,12 +2,12 @@
 
 `jax.debug.print`, `jax.pure_callback` and the libraries that use them (the error checks of Diffrax)
 call a Python function on the host, once per device; cuDNN's attention brings a partitioner of its
-own (`jax.custom_partitioning`). XLA can do so only in a `jax.shard_map` that is
-manual over all axes of the mesh; a plan that splits only the batch is manual over `data` alone, so
-that the model may constrain shardings over the other axes. So the step is traced first:
+own (`jax.custom_partitioning`). XLA takes both only in a `jax.shard_map` that is manual over all
+axes of the mesh; a plan that splits only the batch is manual over `data` alone, so that the model
+may constrain shardings over the other axes. So the step is traced first:
 
     the traced step holds                     runs manual over
-    no callback                               `data`, from that trace
+    neither                                   `data`, from that trace
     one of these                              all axes, the equations of that trace
     an ordered `jax.debug.print`, devices > 1 nothing: JAX orders the prints of one device only
 

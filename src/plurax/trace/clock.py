@@ -12,9 +12,8 @@ waits for it nor it for that: only what is left of it counts (`plurax.trace.work
     backward pass of a layer         computed meanwhile              counts
     all-reduce of a gradient, 30 µs  the next product, 20 µs         10 µs
 
-A pipeline's devices
-run different actions at a time, in lockstep: a tick takes as long as its slowest action, and what a
-device waits is the bubble.
+A pipeline's devices run different actions at a time, in lockstep: a tick takes as long as its
+slowest action, and what a device waits is the bubble.
 
     tick       0    1    2    3    4    5
     device 0   F0   F1   B0   -    B1   -       2 forwards, 2 backwards of 6 ticks: the bubble is
