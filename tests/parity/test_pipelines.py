@@ -170,6 +170,8 @@ HYBRIDS = {
     "few layers last": ("perceptron", {"pipeline": 4, "layers": (2, 5, 3, 1), "microbatches": 5}),
     "unequal chunks": ("perceptron", {"pipeline": 2, "stages": 4, "layers": (1, 2, 3, 5),
                                       "schedule": "interleaved", "remat": "full", "tensor": 2}),
+    "four stages a device": ("perceptron", {"data": 2, "pipeline": 2, "stages": 8, "zero": 1,
+                                            "schedule": "interleaved", "microbatches": 2}),
     "unequal parts": ("marked", {"pipeline": 3, "layers": (1, 5, 2), "microbatches": 3}),
 }  # fmt: skip
 """Of what `hybrids` draws: each schedule, ZeRO and remat, with `data`, with `tensor`, with both;

@@ -70,6 +70,25 @@ def test_only_layers_can_be_stages(perceptron, stacked):
     assert marked.layers > 1
 
 
+def test_devices_may_have_more_than_two_stages():
+    """Of the 11 layers on 2 devices up to 5 stages on each, with enough layers equal ones; where
+    little is idle, and for microbatches that do not come in groups, no more than usual."""
+    stacked, deep = (
+        model(models.transformer_stack(depth=depth), models.text(96)) for depth in (11, 12)
+    )
+
+    def stages(found, microbatches, **more):
+        given = {"pipeline": 2, "data": 1, "tensor": 1, "microbatches": microbatches, **more}
+        every = [one for one in plans(found, 2, **given) if one.remat == "none"]
+        return [one.stages for one in every if one.schedule == "interleaved"]
+
+    assert stages(stacked, 2) == [None, 8]
+    assert stages(deep, 2) == [None, 12]
+    assert stages(deep, 48) == [None]
+    assert stages(deep, 3) == []
+    assert stages(deep, 2, stages=4) == [4]
+
+
 PINS = [
     {"tensor": 1},
     {"zero": 0, "data": 2},

@@ -111,11 +111,14 @@ def test_the_busiest_stage_of_a_pipeline():
     assert more.gradient.products == pytest.approx(found.gradient.products)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_equal_stages_take_what_the_simulation_says(schedule):
+STAGES = [("gpipe", 2), ("1f1b", 2), ("interleaved", 4), ("interleaved", 8)]
+
+
+@pytest.mark.parametrize(("schedule", "stages"), STAGES)
+def test_equal_stages_take_what_the_simulation_says(schedule, stages):
     """No embedding or head with products: a microbatch's backward takes twice its forward."""
 
-    def stacked(depth=4, width=64):
+    def stacked(depth=8, width=64):
         def block(params, x, batch, keys):
             return jnp.tanh(x @ params)
 
@@ -130,9 +133,9 @@ def test_equal_stages_take_what_the_simulation_says(schedule):
         )
 
     batch = {"x": jax.ShapeDtypeStruct((32, 64), jnp.float32)}
-    plan = px.Plan(pipeline=2, microbatches=4, schedule=schedule)
+    plan = px.Plan(pipeline=2, microbatches=4, schedule=schedule, stages=stages)
     found = px.estimate(stacked(), optax.sgd(0.1), plan, batch, PRODUCTS)
-    forward = 4 // 2 * 2 * 8 * 64 * 64 / 1e9
+    forward = 8 // 2 * 2 * 8 * 64 * 64 / 1e9
     line = simulate(
         make_schedule(schedule, 2, 4, plan.virtual_stages),
         forward=forward, backward=forward, weight=forward, lockstep=True,

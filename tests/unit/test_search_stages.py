@@ -1,11 +1,15 @@
 """The layers of stages that are found are hardly slower than the best of all, by the executor's
 clock."""
 
+import dataclasses
 import itertools
 
+import jax
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import models as networks
 from tests.draws import draws
 
 import plurax as px
@@ -123,6 +127,26 @@ def test_few_microbatches_spend_their_time_on_fast_devices(microbatches, layers)
     """4 s and 4 s, or 5 s and 2 s: one microbatch takes the sum, many take the slowest stage."""
     one = model("gpipe", 2, microbatches, 6, speeds=(1.0, 0.5))
     assert fastest_stages(one).layers == layers
+
+
+def test_few_microbatches_are_interleaved_deeper():
+    """4 microbatches on 4 devices: of 12 layers a stage each is faster than two, as computed, as
+    estimated and when it runs; what a plan says of its stages is what is computed."""
+    task, batch = networks.transformer_stack(depth=12), networks.text(4)
+    optimizer, pins = optax.adam(1e-2), {"data": 1, "tensor": 1, "pipeline": 4, "remat": "full"}
+    machine = px.Machine("slow", {"float32": 1e9}, 1e9, 1e12, [px.analysis.Level("node", 4, 1e12)])
+    found = px.search(task, optimizer, batch, machine, pinned=pins, count=1)
+    best = found.best
+    assert (best.schedule, best.stages, best.microbatches) == ("interleaved", 12, 4)
+    two = dataclasses.replace(best, stages=8, layers=None)
+    alone = px.estimate(task, optimizer, two, batch, machine)
+    assert found.ranked[0].seconds < 0.95 * alone.seconds
+    program = px.compile(task, optimizer, best, batch)
+    state, _ = program.step(program.init(seed=0), batch)
+    one = px.compile(task, optimizer, px.Plan(), batch)
+    expected, _ = one.step(one.init(seed=0), batch)
+    got = jax.device_get(program.to_canonical(state).params)
+    assert networks.max_rel_error(got, jax.device_get(expected.params)) < 1e-5
 
 
 def test_several_stages_on_a_device():

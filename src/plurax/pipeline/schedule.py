@@ -263,13 +263,15 @@ class NamedSchedule:
 
     **Fields:** `make(devices, microbatches, chunks)` returns it; `stores_all`, whether a device
     stores more with each further microbatch; `pairs`, whether a device runs a forward and a
-    backward in one tick; `ticks(devices, microbatches, chunks)`, the number of ticks in which
-    devices run forwards only, and that of all others, None to count them in the written schedule.
+    backward in one tick; `groups`, whether `devices` has to divide `microbatches`;
+    `ticks(devices, microbatches, chunks)`, the number of ticks in which devices run forwards only,
+    and that of all others, None to count them in the written schedule.
     """
 
     make: Callable[[int, int, int], Schedule]
     stores_all: bool = False
     pairs: bool = False
+    groups: bool = False
     ticks: Callable[[int, int, int], tuple[int, int]] | None = None
 
 
@@ -279,7 +281,9 @@ SCHEDULES: dict[str, NamedSchedule] = {
     "1f1b": NamedSchedule(one_f_one_b, ticks=lambda p, m, v: (p, 2 * m + p - 2)),
     "eager-1f1b": NamedSchedule(eager_one_f_one_b, pairs=True),
     "interleaved": NamedSchedule(
-        interleaved, ticks=lambda p, m, v: (v * p, 2 * v * m + 2 * (p - 1) - v * p)
+        interleaved,
+        groups=True,
+        ticks=lambda p, m, v: (v * p, 2 * v * m + 2 * (p - 1) - v * p),
     ),
     "gpipe": NamedSchedule(gpipe, stores_all=True, ticks=lambda p, m, v: (m + p - 1, m + p - 1)),
     "zb-h1": NamedSchedule(

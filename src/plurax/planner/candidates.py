@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -202,7 +202,9 @@ class CandidatePlan:
     def plan(self) -> Plan:
         """The plan. Raises `PlanError` if the sizes do not go with what is pinned."""
         fields = self.sizes._asdict()
-        del fields["virtual_stages"]
+        stages = fields.pop("virtual_stages")
+        if self.pinned.stages is None and stages != chunks_of(self.sizes.schedule):
+            fields["stages"] = self.sizes.pipeline * stages
         return dataclasses.replace(self.pinned, **fields)
 
 
@@ -255,23 +257,22 @@ def _every_sizes(
         if model.batch_size % data or pipeline > model.layers:
             continue
         rows = model.batch_size // data
-        for microbatches, zero, remat, schedule in itertools.product(
-            choices("microbatches", _microbatches(rows, pipeline)),
-            choices("zero", tuple(REDUCTION) if data > 1 else (0,)),
-            choices("remat", tuple(model.totals)),
-            choices("schedule", tuple(SCHEDULES) if pipeline > 1 else ("1f1b",)),
-        ):
-            stages = pinned.stages or pipeline * chunks_of(schedule)
-            if stages > model.layers or stages % pipeline:
-                continue
-            if remat != "none" and "schedule" not in fields and splits_backward(schedule):
-                continue  # both gradients would compute the forward pass again
-            yield Sizes(
-                data, pipeline, tensor, microbatches, zero, remat, schedule, stages // pipeline
-            )
+        for microbatches in choices("microbatches", _microbatches(rows, pipeline)):
+            schedules = [*_schedules(pipeline, microbatches, model.layers, pinned, fields)]
+            for zero, remat, (schedule, stages) in itertools.product(
+                choices("zero", tuple(REDUCTION) if data > 1 else (0,)),
+                choices("remat", tuple(model.totals)),
+                schedules,
+            ):
+                if remat != "none" and "schedule" not in fields and splits_backward(schedule):
+                    continue  # both gradients would compute the forward pass again
+                yield Sizes(data, pipeline, tensor, microbatches, zero, remat, schedule, stages)
 
 
 _SIZES = ("data", "pipeline", "tensor")
+
+_SAVED = 0.02
+"""Of a step, what twice as many stages on each device save at the least: seconds are as sure."""
 
 
 def _meshes(devices: int) -> Iterator[tuple[int, int, int]]:
@@ -305,6 +306,41 @@ def _microbatches(rows: int, pipeline: int) -> list[int]:
     few = {rows // size for size in ROWS if rows % size == 0}
     usual = [n for n in sorted({*chosen.values(), *few}) if n >= pipeline]
     return usual or [rows]
+
+
+def _schedules(
+    pipeline: int, microbatches: int, layers: int, pinned: Plan, fields: Collection[str]
+) -> Iterator[tuple[Any, int]]:
+    """Yield schedules, each with a number of stages that a device may have under it."""
+    every = [pinned.schedule] if "schedule" in fields else SCHEDULES if pipeline > 1 else ["1f1b"]
+    for schedule in every:
+        known = named(schedule)
+        if "schedule" not in fields and known and known.groups and microbatches % pipeline:
+            continue
+        usual = chunks_of(schedule)
+        several: Iterable[int]
+        if "stages" not in fields and usual > 1:
+            several = _virtual_stages(usual, pipeline, microbatches, layers)
+        else:
+            stages = pinned.stages or pipeline * usual
+            several = [] if stages > layers or stages % pipeline else [stages // pipeline]
+        yield from ((schedule, stages) for stages in several)
+
+
+def _virtual_stages(usual: int, pipeline: int, microbatches: int, layers: int) -> Iterator[int]:
+    """Yield how many stages each device of a pipeline may have under a schedule with several.
+
+    One number for each doubling, with equal stages where there is one, as long as it saves a
+    fiftieth of a step: of `v m + p - 1` turns at most `p - 1` are idle.
+
+    >>> [*_virtual_stages(2, 8, 8, 96)], [*_virtual_stages(2, 8, 256, 96)]
+    ([2, 4, 12], [2])
+    """
+    most, doubled = layers // pipeline, usual
+    while doubled <= most and (doubled == usual or pipeline - 1 > _SAVED * doubled * microbatches):
+        some = range(doubled, min(2 * doubled, most + 1))
+        yield next((v for v in some if layers % (pipeline * v) == 0), doubled)
+        doubled *= 2
 
 
 class _Bounds:
