@@ -35,10 +35,11 @@ class Llama:
     key_heads: int = 8
     vocabulary: int = 128_256
     tokens: int = 8192
+    head_width: int | None = None  # by default `width` is shared among the heads
 
     def task(self) -> px.Task:
         """The model as a task whose examples are `{"tokens": (T + 1,) int32}`."""
-        width, size = self.width, self.width // self.heads
+        width, size = self.width, self.head_width or self.width // self.heads
 
         def normal(key: Array, *shape: int) -> Array:
             return 0.02 * jax.random.normal(key, shape)

@@ -8,6 +8,7 @@ rows need the package (pip install 'plurax[cuda]'), and are left out without it.
 
 What differs from the published runs: plurax' pipelines run in lockstep, `eager-1f1b` stands for
 interleaved schedules, and products are in bfloat16 where `float8` says that theirs were in float8.
+On TPUs attention is a kernel of Pallas in theirs, and counts as cuDNN's here.
 
 Sources, by the letter of a row:
 M  Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, table 1: rates a device, all operations
@@ -16,6 +17,8 @@ N  Smith et al. 2022, https://arxiv.org/abs/2201.11990, section 2.4: 60.1 s for 
 T  torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: tokens a second a device, on H100s of
    96 GB with HBM2e, 2.4 TB/s and a limit of 500 W
 L  Llama 3, https://arxiv.org/abs/2407.21783, table 4: rates a device, causal attention counted
+X  MaxText, MaxText/configs/v5e/README.md and v5p/README.md at 0ed7bd5: rates a chip, six operations
+   for each parameter and token and causal attention counted; plans are in the scripts beside it
 """
 
 import argparse
@@ -147,9 +150,37 @@ def _others() -> Iterator[PublishedRun]:
         )  # fmt: skip
 
 
+# Billions of parameters, generation of TPU, chips: depth, width, heads, hidden, rows a chip,
+# tensor, remat, TFLOP/s a chip. A head is 128 wide, a vocabulary has 32,000 words.
+_MAXTEXT = {
+    ("16", "v5e", 256): (32, 4096, 64, 28672, 6, 1, "full", 120),
+    ("32", "v5e", 256): (32, 8192, 64, 28672, 4, 1, "full", 132),
+    ("64", "v5e", 256): (64, 8192, 64, 28672, 2, 1, "full", 118),
+    ("32", "v5p", 64): (32, 8192, 64, 28672, 7, 4, "dots", 328),
+    ("64", "v5p", 64): (64, 8192, 64, 28672, 3, 4, "dots", 323),
+    ("128", "v5p", 128): (64, 8192, 128, 57344, 1, 8, "dots", 315),
+    ("256", "v5p", 512): (64, 16384, 128, 57344, 1, 8, "dots", 308),
+    ("512", "v5p", 512): (128, 16384, 128, 57344, 2, 8, "full", 294),
+}
+
+
+def _maxtext() -> Iterator[PublishedRun]:
+    for (name, chip, devices), (depth, width, heads, hidden, rows, tensor, remat, rate) in (
+        _MAXTEXT.items()
+    ):  # fmt: skip
+        model = llama.Llama(depth, width, heads, hidden, heads, 32_000, 2048, 128)
+        parameters = depth * width * (4 * heads * 128 + 3 * hidden) + 2 * 32_000 * width
+        token = 6 * parameters + 6 * depth * model.tokens * heads * 128
+        plan = {"data": devices // tensor, "tensor": tensor, "zero": 3, "remat": remat}
+        yield PublishedRun(
+            f"MaxText, {name}B, {devices} {chip}", "X", model, rows * devices,
+            f"{devices}xTPU-{chip}", 1, plan, rows * model.tokens * token / (rate * 1e12),
+        )  # fmt: skip
+
+
 def runs() -> list[PublishedRun]:
     """All rows."""
-    return [*_megatron(), *_others()]
+    return [*_megatron(), *_others(), *_maxtext()]
 
 
 def main() -> int:

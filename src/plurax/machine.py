@@ -86,6 +86,9 @@ class Machine:
     half_dim: float = 0.0
     """The smallest dim of a matrix product at which half of that is reached; see
     `product_seconds`."""
+    product_efficiency: float | None = None
+    """The share of `flops` that a matrix product reaches at its best, where it is another one than
+    `efficiency`."""
     groups: Sequence[tuple[int, "Machine"]] = ()
     """If devices differ, all of them in mesh order: how many, and one such device as a machine. The
     other fields are then those of the slowest and smallest. Empty if all are alike."""
@@ -121,8 +124,8 @@ class Machine:
         """Return the seconds of `batch` products (m, k) × (k, n) on one device.
 
         Small dims leave most of a matrix unit idle. Of the peak, a product reaches
-        `efficiency * d / (half_dim + d)`, where `d` is the smallest of m, n and k. Reading the
-        operands is not in it (`traffic_seconds`), nor is `overhead`.
+        `product_efficiency * d / (half_dim + d)`, where `d` is the smallest of m, n and k. Reading
+        the operands is not in it (`traffic_seconds`), nor is `overhead`.
 
         - `dtype`: a name. For one without a rate, that of a dtype as wide; else the slowest rate.
 
@@ -133,7 +136,8 @@ class Machine:
         smallest = min(m, n, k)
         if smallest == 0:
             return 0.0
-        reached = self.efficiency * smallest / (self.half_dim + smallest)
+        best = self.product_efficiency or self.efficiency
+        reached = best * smallest / (self.half_dim + smallest)
         return self.correction * 2.0 * batch * m * n * k / (reached * self._peak(dtype))
 
     def traffic_seconds(self, bytes: float) -> float:
@@ -243,6 +247,9 @@ class Machine:
             overhead=max(kind.overhead for kind in kinds),
             efficiency=min(kind.efficiency for kind in kinds),
             half_dim=max(kind.half_dim for kind in kinds),
+            product_efficiency=min(kind.product_efficiency or kind.efficiency for kind in kinds)
+            if any(kind.product_efficiency for kind in kinds)
+            else None,
             groups=groups,
             correction=max(kind.correction for kind in kinds),
             platform=kinds[0].platform,
@@ -296,6 +303,7 @@ class Machine:
             return [*kinds, *self._link_rows()]
         shares = [
             f"{self.efficiency:.0%} of these rates" if self.efficiency < 1 else "",
+            f"{self.product_efficiency:.0%} in products" if self.product_efficiency else "",
             f"half of it at a smallest dim of {self.half_dim:g}" if self.half_dim else "",
         ]
         rows = [
@@ -486,8 +494,9 @@ def _own_fields(value: "Machine | Level", left_out: Sequence[str] = ()) -> dict[
     values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if values.get("platform") == "cpu":  # files written before there was another are as they were
         del values["platform"]
-    if values.get("fast_memory") == 0:
-        del values["fast_memory"]
+    for name, default in (("fast_memory", 0), ("product_efficiency", None)):
+        if values.get(name) == default and name in values:
+            del values[name]
     return {name: own for name, own in values.items() if name not in left_out}
 
 

@@ -78,7 +78,7 @@ def _efficiency(where: str, field: str, value: Any) -> float:
     share = _positive(where, field, value)
     if share > 1:
         raise errors.MachineError(
-            f"{where}: efficiency={share!r}, and is the share of the peak rates that programs "
+            f"{where}: {field}={share!r}, and is the share of the peak rates that programs "
             "reach: at most 1."
         )
     return share
@@ -150,6 +150,9 @@ MACHINE_FIELDS: Mapping[str, Check] = {
     "memory": lambda where, field, value: int(_positive(where, field, value)),
     **dict.fromkeys(("memory_bandwidth", "correction"), _positive),
     "efficiency": _efficiency,
+    "product_efficiency": lambda where, field, value: (
+        None if value is None else _efficiency(where, field, value)
+    ),
     **dict.fromkeys(("overhead", "half_dim", "fast_memory"), _at_least_zero),
     "platform": _platform,
     "levels": _levels,

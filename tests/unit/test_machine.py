@@ -32,6 +32,7 @@ kinds = st.builds(
     overhead=numbers,
     efficiency=st.floats(1e-9, 1.0),
     half_dim=numbers,
+    product_efficiency=st.none() | st.floats(1e-9, 1.0),
     fast_memory=numbers,
     correction=positive,
 )
@@ -108,6 +109,27 @@ def test_products_lose_by_their_smallest_dim():
         assert seconds == pytest.approx(3.6e9 / 0.6e12)
     assert machine.product_seconds(0, 5, 5, "float32") == 0
     assert PLAIN.product_seconds(10, 10, 10, "float32") == 2e3 / 1e12
+
+
+def test_products_may_reach_another_share_than_traffic():
+    machine = dataclasses.replace(PLAIN, efficiency=0.5, product_efficiency=0.8)
+    assert machine.product_seconds(10, 10, 10, "float32") == 2e3 / 0.8e12
+    assert machine.traffic_seconds(5e10) == 1.0
+    assert "reached at best: 50% of these rates, 80% in products" in str(machine)
+    kinds = Machine("a", {"float32": 1e12}, 1e9, 1e9), Machine("b", {"float32": 1e12}, 1e9, 1e9)
+    assert (
+        Machine.uneven(
+            "two", [(1, kinds[0]), (1, kinds[1])], [Level("node", 2, 1e9)]
+        ).product_efficiency
+        is None
+    )
+    kinds = kinds[0], dataclasses.replace(kinds[1], product_efficiency=0.7)
+    assert (
+        Machine.uneven(
+            "two", [(1, kinds[0]), (1, kinds[1])], [Level("node", 2, 1e9)]
+        ).product_efficiency
+        == 0.7
+    )
 
 
 @pytest.mark.parametrize(
@@ -276,6 +298,10 @@ GROUP = "[[groups]]\ndevices = 2\n" + MACHINE
         (MACHINE + "overhed = 1e-6\n", "of a Machine. Did you mean 'overhead'? The fields are"),
         (MACHINE + LEVEL + "speed = 1\n", "'speed' is not a field of a Level"),
         (MACHINE + "efficiency = 1.5\n", "efficiency=1.5, and is the share of the peak rates"),
+        (
+            MACHINE + "product_efficiency = 2.0\n",
+            "product_efficiency=2.0, and is the share of the peak rates",
+        ),
         (MACHINE + "efficiency = 0\n", "efficiency=0, and must be a finite number above 0"),
         (MACHINE + "half_dim = -1\n", "half_dim=-1, and must be a finite number of at least 0"),
         (MACHINE + "overhead = inf\n", "overhead=inf, and must be a finite number of at least 0"),

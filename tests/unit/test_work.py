@@ -11,6 +11,7 @@ import plurax as px
 from plurax.execute.recorder import record_step
 from plurax.trace.clock import Clock
 from plurax.trace.collectives import planned_collectives
+from plurax.trace.compiler_rules import rules_of_seconds
 from plurax.trace.compilers import rules_of
 from plurax.trace.flatten import Flattener
 from plurax.trace.kernels import kernels
@@ -289,3 +290,66 @@ def sending_of_a_loop():
 
     block = flat_on({"data": 8}, mapped(fun), *arrays(2, (64, 64)))
     return work(block, {"data": 8}, rules_of("gpu"))
+
+
+# --- The fast memory of a TPU ---------------------------------------------------------------------
+
+
+def bytes_moved(fun, *args, room):
+    """The bytes of products and of other kernels, by the rules of TPUs."""
+    jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
+    inputs = [Value(var.aval) for var in jaxpr.invars]
+    block = Flattener({}).block(jaxpr, inputs)
+    every = kernels(block, rules=rules_of_seconds(rules_of("tpu")))
+    counted = work_of(every, {}, fast_memory=room)
+    products = sum(product.bytes * count for product, count in counted.products.items())
+    return products + counted.bytes
+
+
+def two_layers(x, w, v):
+    return jnp.tanh(x @ w) @ v
+
+
+def test_what_fits_the_fast_memory_is_neither_written_nor_read():
+    size = 4 * 256 * 256
+    x = w = v = jnp.zeros((256, 256))
+    # Three arguments, the result, and what is between the two products, once written and once read.
+    assert bytes_moved(two_layers, x, w, v, room=0) == 6 * size
+    assert bytes_moved(two_layers, x, w, v, room=size - 1) == 6 * size
+    assert bytes_moved(two_layers, x, w, v, room=size) == 4 * size
+
+
+def test_there_is_room_for_those_in_use_the_shortest():
+    size = 4 * 256 * 256
+
+    def fun(x, w):
+        first = x @ w  # in use while the four others are computed
+        other = x.T @ w
+        for _ in range(3):
+            other = other @ w
+        return first @ other
+
+    x = w = jnp.zeros((256, 256))
+    every = bytes_moved(fun, x, w, room=0)
+    assert bytes_moved(fun, x, w, room=3 * size) == every - 2 * 5 * size
+    # Each of the four is in use beside the one before it, and `first` would take the room of two.
+    assert bytes_moved(fun, x, w, room=2 * size) == every - 2 * 4 * size
+
+
+def test_weights_of_a_recurrence_are_fetched_once():
+    size, steps = 4 * 128 * 128, 10
+
+    def fun(x, w):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=steps)[0]
+
+    x = w = jnp.zeros((128, 128))
+    assert bytes_moved(fun, x, w, room=0) == 3 * steps * size
+    assert bytes_moved(fun, x, w, room=3 * size) == 3 * steps * size
+    # The weights and the carry take half of it: no iteration reads or writes the large memory.
+    assert bytes_moved(fun, x, w, room=4 * size) == size
+
+
+def test_arguments_and_results_are_in_the_large_memory():
+    size = 4 * 256 * 256
+    x = jnp.zeros((256, 256))
+    assert bytes_moved(lambda x: jnp.tanh(x), x, room=100 * size) == 2 * size

@@ -202,7 +202,7 @@ def estimate(
 def estimate_trace(trace: StepTrace, machine: Machine) -> Estimate:
     """Return the `Estimate` of a recorded step. See `estimate`."""
     rules = rules_of(machine.platform)
-    clock, work = Clock(trace.plan, machine), work_of_step(trace, rules)
+    clock, work = Clock(trace.plan, machine), work_of_step(trace, rules, machine.fast_memory)
     gradient, flops = clock.gradient(work, trace.pipeline)
     needed = temporaries(trace.block, trace.state, rules, machine.fast_memory)
     padding = sum(rules.size(value, False) - value.bytes for value in trace.arguments)

@@ -11,6 +11,7 @@ A loop whose length is known only while it runs counts one trip.
 """
 
 import dataclasses
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from plurax.jaxpr.product_dims import PRODUCTS
 from plurax.trace import xla_cpu
 from plurax.trace.collectives import collective_of
 from plurax.trace.compiler_rules import CompilerRules, rules_of_seconds
+from plurax.trace.fast_memory import near_values, resident_values
 from plurax.trace.kernels import Kernel, kernels
 from plurax.trace.several_outputs import joined, unordered
 from plurax.trace.step_trace import COLLECTIVES, Block, Op, PipelineActions, StepTrace, Value
@@ -146,28 +148,33 @@ class StepWork:
         return Work.sum(self.actions[kind, part].times(times) for part, times in parts)
 
 
-def work_of_step(trace: StepTrace, rules: CompilerRules = xla_cpu.RULES) -> StepWork:
+def work_of_step(
+    trace: StepTrace, rules: CompilerRules = xla_cpu.RULES, fast_memory: float = 0
+) -> StepWork:
     """Return what one device does in a step, by the rules of a compiler.
+
+    `fast_memory`: bytes beside a device's memory, in which traffic costs nothing.
 
     A pipeline runs the ticks of its schedule in one loop. In its body each action of each part of a
     stage (embedding, one layer, head) is a loop that runs or not.
     """
     sizes, every = trace.plan.axes, kernels(trace.block, rules=rules_of_seconds(rules))
     after = set(trace.block.ops[trace.update :])
-    update = work_of([kernel for kernel in every if not after.isdisjoint(kernel.ops)], sizes)
+    of = functools.partial(work_of, sizes=sizes, fast_memory=fast_memory)
+    update = of([kernel for kernel in every if not after.isdisjoint(kernel.ops)])
     gradient = [kernel for kernel in every if after.isdisjoint(kernel.ops)]
     if trace.pipeline is None:
         recomputed = trace.plan.remat != "none"
-        return StepWork(work_of(gradient, sizes, recomputed=recomputed), update)
+        return StepWork(of(gradient, recomputed=recomputed), update)
     loop = next(kernel for kernel in gradient if _is_tick_loop(kernel))
     body = loop.inner[0]
     actions = [kernel for kernel in body if kernel.root.name == "while"]
     return StepWork(
-        work_of(gradient, sizes, without=[loop]),
+        of(gradient, without=[loop]),
         update,
-        work_of(body, sizes, without=actions),
+        of(body, without=actions),
         {
-            part: work_of(kernel.inner[0], sizes)
+            part: of(kernel.inner[0])
             for part, kernel in zip(trace.pipeline.parts(), actions, strict=True)
         },
     )
@@ -189,8 +196,12 @@ def work_of(
     without: Collection[Kernel] = (),
     *,
     recomputed: bool = False,
+    fast_memory: float = 0,
+    resident: Collection[Value] = (),
 ) -> Work:
     """Return what a device does in some kernels of one block, a few of them left `without`.
+
+    `resident`, of a loop's body: values that are in the fast memory as long as it runs.
 
     `recomputed`: some are rematerialized. What these wait for is not in the block, so that only
     gradients over `data` are taken to be sent meanwhile.
@@ -199,10 +210,12 @@ def work_of(
         return Work()
     rules = separate[0].rules
     groups = joined(separate) if rules.joins_kernels else [[kernel] for kernel in separate]
+    left = fast_memory - sum(value.bytes for value in resident)
+    near = near_values(separate, left).union(resident)
     works = [
         Work() if group[0] in without
-        else _of_kernel(group[0], sizes) if len(group) == 1
-        else _of_several(group)
+        else _of_kernel(group[0], sizes, near, fast_memory) if len(group) == 1
+        else _of_several(group, near)
         for group in groups
     ]  # fmt: skip
     sent = [index for index, group in enumerate(groups) if group[0].root.name in COLLECTIVES]
@@ -221,36 +234,43 @@ def work_of(
     return Work.sum([*computed, together])
 
 
-def _of_several(group: Sequence[Kernel]) -> Work:
+def _of_several(group: Sequence[Kernel], near: Collection[Value]) -> Work:
     """Return the work of elementwise kernels and reductions that run as one."""
     inside = {value for kernel in group for value in kernel.outputs}
     read: dict[Value, int] = {}
     for kernel in group:
-        for value, size in _reads(kernel).items():
+        for value, size in _reads(kernel, near).items():
             if value not in inside:
                 read[value] = max(size, read.get(value, 0))
     return Work(
         other_flops=sum(_flops(kernel.ops) for kernel in group),
-        bytes=sum(read.values()) + sum(_bytes_written(kernel.root) for kernel in group),
+        bytes=sum(read.values()) + sum(_bytes_written(kernel.root, near) for kernel in group),
         kernels=1,
     )
 
 
-def _of_kernel(kernel: Kernel, sizes: Mapping[str, int]) -> Work:
+def _of_kernel(
+    kernel: Kernel, sizes: Mapping[str, int], near: Collection[Value], fast_memory: float
+) -> Work:
     root = kernel.root
     if kernel.inner:
-        parts = [work_of(inner, sizes) for inner in kernel.inner]
+        loops = len(root.blocks) == 1 and root.name != "cond"
+        stay = resident_values(kernel, fast_memory) if loops else set[Value]()
+        parts = [
+            work_of(inner, sizes, fast_memory=fast_memory, resident=stay) for inner in kernel.inner
+        ]
         if root.name == "cond":
             return max(parts, key=lambda part: (part.flops + part.bytes, part.kernels))
         if root.trips in (1, None):
             return parts[0]
         # A loop begins with zeros in the stacks that it writes row by row.
-        stacks = sum(_stack_bytes(inner) for inner in kernel.inner[0])
-        return Work.sum([parts[0].times(root.trips), Work(bytes=stacks)])
+        once = sum(_stack_bytes(inner) for inner in kernel.inner[0])
+        once += sum(value.bytes for value in stay if value in kernel.reads)
+        return Work.sum([parts[0].times(root.trips), Work(bytes=once)])
     if root.name in COLLECTIVES:
         sent = sum(value.bytes for value in root.outputs)  # its operands together
         return Work(kernels=1, sending=(Sending((collective_of(root, sent, sizes),)),))
-    moved = sum(_reads(kernel).values()) + _bytes_written(root)
+    moved = sum(_reads(kernel, near).values()) + _bytes_written(root, near)
     product = next((op for op in kernel.ops if op.name in PRODUCTS | FUSED_ATTENTION), None)
     if product is not None:
         count = product.params.get("count", 1)
@@ -260,25 +280,27 @@ def _of_kernel(kernel: Kernel, sizes: Mapping[str, int]) -> Work:
     return Work(other_flops=_flops(kernel.ops), bytes=moved, kernels=1)
 
 
-def _reads(kernel: Kernel) -> dict[Value, int]:
-    """Return the bytes that a kernel reads of each value; of one that is sliced, the slice."""
+def _reads(kernel: Kernel, near: Collection[Value]) -> dict[Value, int]:
+    """Return the bytes that a kernel reads of each value; of one that is sliced, the slice; of
+    those in the fast memory, none."""
     sizes: dict[Value, int] = {}
     for op in kernel.ops:
         for index, value in enumerate(op.inputs):
-            if value not in kernel.reads or (op.name in UPDATES and index == 0):
+            if value not in kernel.reads or value in near or (op.name in UPDATES and index == 0):
                 continue
             size = min(value.bytes, op.outputs[0].bytes) if op.name in SLICES else value.bytes
             sizes[value] = max(sizes.get(value, 0), size)
     return sizes
 
 
-def _bytes_written(root: Op) -> int:
-    """Return the bytes that an operation writes; where it updates a part in place, that part."""
+def _bytes_written(root: Op, near: Collection[Value]) -> int:
+    """Return the bytes that an operation writes to the large memory; where it updates a part in
+    place, that part."""
     if root.name == "stack":
         return sum(value.bytes for value in root.inputs)
     if root.name in UPDATES:
         return root.inputs[-1].bytes if root.inputs else 0
-    return sum(value.bytes for value in root.outputs)
+    return sum(value.bytes for value in root.outputs if value not in near)
 
 
 def _stack_bytes(kernel: Kernel) -> int:
