@@ -158,7 +158,8 @@ class Machine:
         The slowest level that a group spans bounds it. Inside the innermost level each device
         sends `bytes_sent`. At the next, the members of a group in one node leave it together, each
         over its own links, and share what the ring sends between nodes. An `all-to-all` sends each
-        device's part of what leaves the node; a `collective-permute` may send all of it.
+        device's part of what leaves the node; a `collective-permute` may send all of it. Of the
+        axes of a torus each carries its part of the bytes.
 
         Latency counts once for each doubling of the members of a level, as in trees and recursive
         doubling, and once in all for `collective-permute`.
@@ -188,16 +189,21 @@ class Machine:
                 f"a collective over {needed} devices, and {self.name} has {self.devices}. Describe "
                 "a machine of more nodes: plurax.Machine.preset('8xA100-80GB', nodes=4)."
             )
-        seconds, waits, inside = 0.0, 0.0, 1  # members of a group inside the last level
+        seconds, waits, inside, links = 0.0, 0.0, 1, 0.0  # members of a group in the last level
         for level in self.levels:
             members = _fewest_members(level.devices, group_size, stride, mesh_devices)
             if members > inside:
-                sent = bytes_sent
-                if kind == "all-to-all":
-                    sent *= (group_size - inside) / (group_size - 1)
-                elif kind != "collective-permute":
-                    sent /= inside
-                seconds = max(seconds, sent / (self.efficiency * level.bandwidth))
+                if level.torus and inside > 1 and kind != "collective-permute":
+                    # https://jax-ml.github.io/scaling-book/sharding: rings around both axes.
+                    links += level.bandwidth
+                    seconds = bytes_sent / (self.efficiency * links)
+                else:
+                    sent, links = bytes_sent, level.bandwidth
+                    if kind == "all-to-all":
+                        sent *= (group_size - inside) / (group_size - 1)
+                    elif kind != "collective-permute":
+                        sent /= inside
+                    seconds = max(seconds, sent / (self.efficiency * links))
                 wait = level.latency * math.ceil(math.log2(math.ceil(members / inside)))
                 waits = level.latency if kind == "collective-permute" else waits + wait
                 inside = members
@@ -322,7 +328,8 @@ class Machine:
                 f"{level.name} of {level.devices}",
                 ", latency ".join(
                     filter(None, [_si(level.bandwidth, "B/s"), _si(level.latency, "s")])
-                ),
+                )
+                + ", another axis of the torus" * level.torus,
             )
             for level in self.levels
         ]
@@ -494,7 +501,7 @@ def _own_fields(value: "Machine | Level", left_out: Sequence[str] = ()) -> dict[
     values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if values.get("platform") == "cpu":  # files written before there was another are as they were
         del values["platform"]
-    for name, default in (("fast_memory", 0), ("product_efficiency", None)):
+    for name, default in (("fast_memory", 0), ("product_efficiency", None), ("torus", False)):
         if values.get(name) == default and name in values:
             del values[name]
     return {name: own for name, own in values.items() if name not in left_out}

@@ -27,6 +27,8 @@ class Level:
     - `devices`: the number of devices that one group of this level holds.
     - `bandwidth`: bytes per second that each device sends while all of them send.
     - `latency`: seconds from sending a message to its arrival, as bytes go to none.
+    - `torus`: whether it is another axis of a torus, with links of its own: a group that spans both
+      axes sends over both at once.
 
     Raises `MachineError` for a value that no link has.
     """
@@ -35,6 +37,7 @@ class Level:
     devices: int
     bandwidth: float
     latency: float = 0.0
+    torus: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, f"Level({self.name!r})", LEVEL_FIELDS)
@@ -109,6 +112,12 @@ def _platform(where: str, field: str, value: Any) -> str:
     return str(value)
 
 
+def _torus(where: str, field: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise errors.MachineError(f"{where}: torus={value!r}, and must be true or false.")
+    return value
+
+
 def _levels(where: str, field: str, value: Any) -> tuple[Level, ...]:
     """Return levels, each of whole groups of the one before it. Raises `MachineError`."""
     levels = tuple(value)
@@ -144,6 +153,7 @@ LEVEL_FIELDS: Mapping[str, Check] = {
     "devices": lambda where, field, value: check_devices(where, value, least=2),
     "bandwidth": _positive,
     "latency": _at_least_zero,
+    "torus": _torus,
 }
 MACHINE_FIELDS: Mapping[str, Check] = {
     "flops": _flops,

@@ -43,7 +43,9 @@ def machines(draw):
     levels, devices = [], 1
     for _ in range(draw(st.integers(0, 3))):
         devices *= draw(st.integers(2, 9))
-        levels.append(Level(draw(names), devices, draw(positive), draw(numbers)))
+        levels.append(
+            Level(draw(names), devices, draw(positive), draw(numbers), draw(st.booleans()))
+        )
     machine = dataclasses.replace(draw(kinds), levels=levels)
     if devices == 1 or draw(st.booleans()):
         return machine
@@ -206,6 +208,31 @@ def test_members_in_a_node_are_counted(group_size, stride, blocks, node):
     machine = Machine("m", {"float32": 1.0}, 1, 1.0, levels)
     seconds = machine.collective_seconds("all-gather", 1.0, group_size, stride, mesh_devices=mesh)
     assert seconds == pytest.approx(0 if fewest == group_size else 1 / fewest, abs=1e-20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "seconds"),
+    [
+        ("all-gather", (4, 1), 1.0),  # one axis
+        ("all-gather", (4, 4), 1 / 3),  # the other one
+        ("all-gather", (16, 1), 1 / 4),  # both at once
+        ("all-reduce", (8, 2), 1 / 4),
+        ("collective-permute", (16, 1), 1.0),  # one path, by the slower links
+        ("all-gather", (32, 1), 1 / 4),  # the 16 members of a torus send 1/16 each beyond it
+    ],
+)
+def test_a_group_of_both_axes_of_a_torus_uses_the_links_of_both(kind, group, seconds):
+    levels = [Level("row", 4, 1.0), Level("slice", 16, 3.0, torus=True), Level("slices", 32, 0.5)]
+    torus = Machine("torus", {"float32": 1.0}, 1, 1.0, levels)
+    assert torus.collective_seconds(kind, 1.0, *group) == pytest.approx(seconds)
+
+
+def test_whether_a_level_is_of_a_torus_is_true_or_false():
+    with pytest.raises(MachineError, match=r"Level\('row'\): torus=1, and must be true or false"):
+        Level("row", 4, 1.0, torus=1)
+    assert "slice of 256: 100 GB/s, latency 1 µs, another axis of the torus" in str(
+        Machine.preset("256xTPU-v5e")
+    )
 
 
 # --- Devices that differ --------------------------------------------------------------------------
