@@ -446,18 +446,16 @@ def _rules(shardings: Any) -> Shardings:
 def _rule(pattern: str, entries: Sequence[Any]) -> tuple[Any, ...]:
     entries = tuple(tuple(e) if isinstance(e, list) else e for e in entries)
     entries = tuple(_ENTRIES.get(e, e) if isinstance(e, str) else e for e in entries)
-    for index, entry in enumerate(entries):
-        names = entry if isinstance(entry, tuple) else (entry,)
-        if entry is ... and index == 0:
-            continue
-        for name in names:
-            if not (name is None or (isinstance(name, str) and name == "tensor")):
-                raise errors.PlanError(
-                    f"Plan(shardings={{{pattern!r}: {entries!r}}}): rules split dims over "
-                    f"'tensor', and not over {name!r}. For a dim that is not split write None, "
-                    "which is 'replicated' in a TOML file; ... may come first. To split parameters "
-                    "over `data`, use zero=3."
-                )
+    named = entries[1:] if entries and entries[0] is ... else entries
+    names = [name for e in named for name in (e if isinstance(e, tuple) else (e,))]
+    wrong = [n for n in names if not (n is None or (isinstance(n, str) and n == "tensor"))]
+    if wrong or names.count("tensor") > 1:
+        raise errors.PlanError(
+            f"Plan(shardings={{{pattern!r}: {entries!r}}}): rules split one dim over 'tensor', and "
+            f"{f'none over {wrong[0]!r}' if wrong else 'not two'}. For a dim that is not split "
+            "write None, which is 'replicated' in a TOML file; ... may come first. To split "
+            "parameters over `data`, use zero=3."
+        )
     return entries
 
 

@@ -46,7 +46,7 @@ class Strategy:
 
     - `equation`: its path and its operator, such as `"14/3 dot_general"`.
     - `inputs`: for each operand its entries; `()` leaves an operand open.
-    - `where`: the line of the model's code, for the reader.
+    - `where`: the line of the model's code, or of which value a loop's operand is, for the reader.
 
     >>> Strategy("14/3 dot_general", ((None, "tensor"), ("tensor", None)))
     Strategy(equation='14/3 dot_general', inputs=((None, 'tensor'), ('tensor', None)), where='')
@@ -82,15 +82,17 @@ class Strategy:
     def __str__(self) -> str:
         """Return the strategy for a reader.
 
-        >>> print(Strategy("8/row2 scan", ((None, "tensor"),), "model.py:20 (logits)"))
-        model.py:20 (logits), scan, row2: dim 1 over tensor
+        >>> print(Strategy("8/row2 scan", ((None, "tensor"),), "each row of blocks/mlp_in"))
+        each row of blocks/mlp_in: dim 1 over tensor
         >>> print(Strategy("4 gather", ((None, None), ()), "model.py:9 (embed)"))
         model.py:9 (embed), gather: replicated; as it comes
         """
         last = self.path.rpartition("/")[2]
-        boundary = "" if last.isdigit() else f", {last}"
-        line = f"{self.where}, " if self.where else f"equation {self.path}, "
-        return f"{line}{self.operator}{boundary}: {'; '.join(map(entries_text, self.inputs))}"
+        name = f", {self.operator}" + ("" if last.isdigit() else f", {last}")
+        # A search says what the operand of a loop is.
+        name = "" if self.where and not last.isdigit() else name
+        what = self.where or f"equation {self.path}"
+        return f"{what}{name}: {'; '.join(map(entries_text, self.inputs))}"
 
 
 @dataclasses.dataclass(frozen=True)

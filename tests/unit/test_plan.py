@@ -33,7 +33,8 @@ plans = st.builds(
     layers=st.none() | st.integers(1, 9).map(lambda count: [count]),
 )
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
-entries = st.lists(st.sampled_from([None, "tensor", ("tensor",)]), max_size=3).map(tuple)
+entries = st.permutations([None, "tensor", None]) | st.permutations([("tensor",), None, None])
+entries = st.tuples(entries, st.integers(0, 3)).map(lambda drawn: tuple(drawn[0][: drawn[1]]))
 shardings = st.dictionaries(texts, entries | entries.map(lambda rest: (..., *rest)), max_size=3)
 
 
@@ -225,14 +226,15 @@ def test_toml_that_is_none(tmp_path):
         ("shardings = [1]", "Plan(shardings=[1]): give a dict of rules"),
         ('[shardings]\na = "tensor"', "a rule has one entry for each dim in a tuple"),
         ("[shardings]\na = 3", "a rule has one entry for each dim in a tuple"),
-        ("[shardings]\na = [3]", "rules split dims over 'tensor', and not over 3"),
-        ('[shardings]\na = ["data"]', "rules split dims over 'tensor', and not over 'data'"),
+        ("[shardings]\na = [3]", "rules split one dim over 'tensor', and none over 3"),
+        ('[shardings]\na = ["data"]', "rules split one dim over 'tensor', and none over 'data'"),
         (
             '[shardings]\na = ["whole"]',
             "For a dim that is not split write None, which is 'replicated'",
         ),
-        ("[shardings]\na = [{b = 1}]", "rules split dims over 'tensor', and not over {'b': 1}"),
-        ('[shardings]\na = ["tensor", "..."]', "and not over Ellipsis"),
+        ('[shardings]\na = ["tensor", "tensor"]', "rules split one dim over 'tensor', and not two"),
+        ("[shardings]\na = [{b = 1}]", "rules split one dim over 'tensor', and none over {'b': 1}"),
+        ('[shardings]\na = ["tensor", "..."]', "and none over Ellipsis"),
         ("strategies = 3", "the strategies of equations are a table with `traced`"),
         ('[strategies]\ntraced = "0a"', "the strategies of equations are a table with `traced`"),
         ('[strategies]\ntraced = "0a"\nequations = [3]', "the strategies of equations are a table"),

@@ -101,11 +101,7 @@ def walk_schedule(
     walk = _ScheduleWalk(module, mesh, machine, clock)
     time = walk.computation(module.entry, Place(), 1)
     return CompiledSchedule(
-        walk.collectives,
-        time.total,
-        time.computing,
-        time.waiting,
-        walk.known / (walk.run or 1),
+        walk.collectives, time.total, time.computing, time.waiting, walk.known / (walk.run or 1)
     )
 
 

@@ -161,11 +161,7 @@ class Estimate:
 
 
 def estimate(
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    plan: Plan,
-    batch: PyTree,
-    machine: Machine,
+    task: Task, optimizer: optax.GradientTransformation, plan: Plan, batch: PyTree, machine: Machine
 ) -> Estimate:
     """Return what a step will take, hold and send, without compiling it.
 

@@ -1,5 +1,6 @@
 """Plans that cannot run: sizes, rules, schedules, shardings, what a search is pinned to."""
 
+import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -104,11 +105,12 @@ def optimizer_needs_stages(operation: str) -> PlanError:
     )
 
 
-def pin_of_nothing(path: str, paths: Sequence[str]) -> PlanError:
-    hint = hints.did_you_mean(path, paths)
+def parameter_unknown(name: str, known: Sequence[str]) -> PlanError:
+    near = difflib.get_close_matches(name, known, n=12, cutoff=0)
+    more = f", and {len(known) - 12} more" if len(known) > 12 else ""
     return PlanError(
-        f"the strategy pinned for {path!r} belongs to no equation and no parameter of this "
-        f"step.{hint}"
+        f"no parameter is called {name!r}.{hints.did_you_mean(name, near, cutoff=0.4)} The "
+        f"parameters are {', '.join(near)}{more}."
     )
 
 

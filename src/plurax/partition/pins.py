@@ -65,6 +65,16 @@ def equations(jaxpr: Any, inside: str = "") -> Iterator[tuple[str, Any]]:
             yield from equations(body, f"{inside}{index}/")
 
 
+def enclosing(path: str) -> list[str]:
+    """Return the paths of the calls and loops around an equation, and its own.
+
+    >>> enclosing("14/3/2")
+    ['14', '14/3', '14/3/2']
+    """
+    parts = path.split("/")
+    return ["/".join(parts[: count + 1]) for count in range(len(parts))]
+
+
 def traced_as(jaxpr: Any) -> str:
     """Return 16 hex digits that identify a traced function.
 

@@ -257,11 +257,7 @@ def state_ratios(optimizer: optax.GradientTransformation, params: PyTree) -> dic
 
 
 def parameter_bytes(
-    graph: Graph,
-    path: str,
-    sharding: TensorSharding,
-    plan: Plan,
-    state_ratios: Mapping[str, float],
+    graph: Graph, path: str, sharding: TensorSharding, plan: Plan, state_ratios: Mapping[str, float]
 ) -> float:
     """Return the bytes of a parameter, its gradient and its optimizer state on one device."""
     tensor = graph.parameters[path]

@@ -35,8 +35,10 @@ import numpy as np
 from plurax import errors
 from plurax.planner.costs import TimeCosts
 from plurax.planner.equal_layers import classes_of
+from plurax.planner.fewest import minimal
 from plurax.planner.graph import Graph, GraphValue, Use
-from plurax.planner.problem import Pins, Problem, Solution, Within
+from plurax.planner.origins import in_words
+from plurax.planner.problem import Pins, Problem, Solution, Within, written
 from plurax.sharding.spec import TensorSharding
 
 Columns = dict[TensorSharding, list[int]]
@@ -87,16 +89,31 @@ def solve(
                 f"activations within {budget.bytes:,.0f} bytes per device. More devices, a higher "
                 "ZeRO stage, rematerialization or more microbatches make them smaller."
             )
-        raise errors.PlanError(
-            f"no choice of strategies keeps what is pinned for {', '.join(sorted(pinned or ()))}: "
-            "a sum that is not partial cannot become partial again. Leave one of them open."
-        )
+        raise _contradiction(graph, costs, pinned or {}, within)
     bound = best.fun if best is relaxed else best.mip_dual_bound
     choice = program.choice(best.x)
     pairs = zip(graph.nodes, choice, strict=True)
     parameters = {node.path: node.pin(one)[0] for node, one in pairs if node.kind == "parameter"}
     return Solution(
         tuple(choice), parameters, problem.cost(choice), bound / costs.scale, program.size
+    )
+
+
+def _contradiction(
+    graph: Graph, costs: TimeCosts, pinned: Pins, within: Within | None
+) -> errors.PlanError:
+    """Return the error that names the fewest pins that contradict each other."""
+
+    def contradict(paths: Sequence[str]) -> bool:
+        problem = Problem(graph, costs, {path: pinned[path] for path in paths}, within)
+        return _IntegerProgram(problem, None).run(whole=False, seconds=1.0).status == 2
+
+    few = minimal(list(pinned), contradict) if contradict(list(pinned)) else list(pinned)
+    some = [f"{one!r}, {in_words(graph, graph.index(one))}: {written(pinned[one])}" for one in few]
+    return errors.PlanError(
+        f"{len(few)} of the pinned strategies contradict each other: a sum that is not partial "
+        "cannot become partial again. Leave out one of these, or leave an input open (`[]`):"
+        + "".join(f"\n  {one}" for one in some[:12])
     )
 
 

@@ -17,22 +17,20 @@ Source: Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend import source_info_util
 
 from plurax import tree
 from plurax.jaxpr.compat import ANNOTATIONS
 from plurax.partition.annotation_resolver import NameRule
 from plurax.partition.executors import FollowShapes
 from plurax.partition.partitioner import Partitioner
-from plurax.partition.pins import annotated, equations, traced_as
+from plurax.partition.pins import annotated, traced_as
 from plurax.partition.values import ValueVersions
 from plurax.planner.graph import Graph
+from plurax.planner.origins import in_words, source_line
 from plurax.planner.problem import Solution
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import Strategies, Strategy, entries_of
@@ -105,52 +103,27 @@ class Walk:
 
 def strategies_of(graph: Graph, solution: Solution) -> list[Strategy]:
     """Return the strategies of all equations and boundaries of loops, as a plan says them."""
-    traced = dict(equations(graph.traced.jaxpr))
-    read = {(use.node, use.input) for value in graph.values for use in value.uses}
     strategies = []
     for index, (node, choice) in enumerate(zip(graph.nodes, solution.choice, strict=True)):
         if not node.decides:
             continue
-        eqn = traced[node.path.rpartition("/")[0] if node.boundary else node.path]
+        eqn = graph.equations[node.path.rpartition("/")[0] if node.boundary else node.path]
         if eqn.primitive.name in _ANNOTATIONS:
             continue
         shardings = node.pin(choice)
         inputs = tuple(entries_of(one.dims, one.partial) for one in shardings)
         if any(one.partial for one in shardings) and not node.boundary:
             # Zeros beside a partial sum, which a mask puts there, become one themselves.
-            inputs = tuple(one if (index, slot) in read else () for slot, one in enumerate(inputs))
-        line = source_line(traced, node.path)
-        strategies.append(Strategy(f"{node.path} {eqn.primitive.name}", inputs, line))
+            inputs = tuple(
+                one if (index, slot) in graph.reads else () for slot, one in enumerate(inputs)
+            )
+        at = in_words(graph, index) if node.boundary else source_line(graph, node.path)
+        strategies.append(Strategy(f"{node.path} {eqn.primitive.name}", inputs, at))
     return strategies
 
 
 _ANNOTATIONS = ANNOTATIONS | {"shard_map"}
 """What a model itself says of shardings."""
-
-
-def source_line(traced: Mapping[str, Any], path: str) -> str:
-    """Return the line of the model's code that an equation comes from, and its function.
-
-    What a function of JAX computes has no line of its own; its call has. `traced` are the equations
-    by their paths.
-    """
-    for outer in enclosing(path)[::-1]:
-        eqn = traced.get(outer)
-        frames = source_info_util.summarize(eqn.source_info).splitlines() if eqn else []
-        # "folder/model.py:33:16 (block)" -> "model.py:33 (block)"
-        if found := re.fullmatch(r"(.*):(\d+):\d+ \((.*)\)", frames[-1] if frames else ""):
-            return f"{Path(found[1]).name}:{found[2]} ({found[3]})"
-    return ""
-
-
-def enclosing(path: str) -> list[str]:
-    """Return the paths of the calls and loops around an equation, and its own.
-
-    >>> enclosing("14/3/2")
-    ['14', '14/3', '14/3/2']
-    """
-    parts = path.split("/")
-    return ["/".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def fewest_strategies(

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
+import textwrap
 
-from plurax import errors
 from plurax.analysis.estimate import Estimate, human_seconds
 from plurax.machine import Machine
 from plurax.notebook import html_table
@@ -94,12 +94,17 @@ class Found:
 
         **Arguments:** `name`, the path of a parameter.
 
-        Raises `PlanError` if there is no such parameter, or the best plan does not use `tensor`.
+        Raises `PlanError` if there is no such parameter, and says which there are.
         """
-        plan = self.ranked[0].candidate
-        if plan.tensor == 1:
-            raise errors.search_splits_nothing(plan.sizes_text())
-        return self.shardings.explain(plan, name)
+        text = self.shardings.explain(self.ranked[0].candidate, name)
+        split = [one for one in (*self.ranked, *self.slower) if one.plan.tensor > 1]
+        if split and self.ranked[0].plan.tensor == 1:
+            best = min(split, key=lambda one: one.seconds)
+            text += f"\n  the fastest with several: {best.plan.sizes_text()}, "
+            text += (
+                f"{human_seconds(best.seconds)} a step for {human_seconds(self.ranked[0].seconds)}"
+            )
+        return "\n".join(line for one in text.splitlines() for line in _wrapped(one, 4))
 
     # --- Text -------------------------------------------------------------------------------------
 
@@ -121,13 +126,14 @@ class Found:
         return rows
 
     def __str__(self) -> str:
-        columns = list(zip(("", "plan", "a step", "memory", "of which"), *self.rows(), strict=True))
-        widths = [max(map(len, column)) for column in columns]
-        lines = [f"the fastest of {self.candidates} plans for {self.machine.name}"]
-        for row in zip(*columns, strict=True):
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            lines.append("  ".join(cells).rstrip())
-        lines += self._notes()
+        rows = [("", "plan", "a step", "memory", ""), *self.rows()]
+        first, _, second, third, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = _wrapped(f"the fastest of {self.candidates} plans for {self.machine.name}")
+        for rank, plan, seconds, memory, parts in rows:
+            start = f"{rank:{first}}  {seconds:{second}}  {memory:{third}}  "
+            lines += _wrapped(start + plan, len(start), whole=True)
+            lines += _wrapped(parts and f"      {parts}", 6, whole=True)
+        lines += [line for note in self._notes() for line in _wrapped(note)]
         return "\n".join(lines)
 
     def _notes(self) -> list[str]:
@@ -137,7 +143,7 @@ class Found:
             if self.gap == 0
             else f"a plan that was not estimated could be up to {self.gap:.0%} faster"
         )
-        notes = [f"{proof}; found in {self.seconds:.1f} s by {self.evaluations} evaluations"]
+        notes = [proof, f"found in {self.seconds:.1f} s by {self.evaluations} evaluations"]
         if self.stopped:
             notes.append(
                 "stopped by its limit of time: without `seconds` it looks at more plans, and finds "
@@ -150,14 +156,14 @@ class Found:
         if over:
             least = min(over, key=lambda one: one.memory)
             limit, count = human_bytes(self.memory), len(over) + self.over
+            many = f"{count} plans need" if count > 1 else "1 plan needs"
             notes.append(
-                f"{count} plans need more than {limit}; the least of them "
-                f"{human_bytes(least.memory)}: {least.plan.sizes_text()}"
+                f"{many} more than {limit}, at the least {human_bytes(least.memory)}: "
+                f"{least.plan.sizes_text()}"
             )
-        reasons = {one.why: one for one in self.refused if one.why != "memory"}
+        reasons = {one.why.splitlines()[0]: one for one in self.refused if one.why != "memory"}
         some = list(reasons.items())[:3]
-        notes += [f"cannot be: {one.plan.sizes_text()}: {why}" for why, one in some]
-        return notes
+        return notes + [f"cannot be: {one.plan.sizes_text()}: {why}" for why, one in some]
 
     def __repr__(self) -> str:
         best = self.ranked[0]
@@ -166,3 +172,22 @@ class Found:
     def _repr_html_(self) -> str:
         title = f"The fastest of {self.candidates} plans for {self.machine.name}"
         return html_table(title, ["", "plan", "a step", "memory", "of which"], self.rows())
+
+
+_COLUMNS = 100
+
+
+def _wrapped(text: str, indent: int = 2, *, whole: bool = False) -> list[str]:
+    """Return a text in lines of at most 100 columns, all but the first with an indent.
+
+    With `whole`, lines break after a comma, where parts are not longer than a line.
+    """
+    if whole:
+        text = text.replace(" ", _NO_BREAK).replace(f",{_NO_BREAK}", ", ")
+    lines = textwrap.wrap(
+        text, _COLUMNS, subsequent_indent=" " * min(indent, _COLUMNS // 2), break_on_hyphens=False
+    )
+    return [line.replace(_NO_BREAK, " ").rstrip() for line in lines]
+
+
+_NO_BREAK = "\N{NO-BREAK SPACE}"

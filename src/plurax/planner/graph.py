@@ -24,6 +24,7 @@ values of the graph, and their readers have no input there.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ from plurax.jaxpr.compat import (
 )
 from plurax.mesh import abstract_mesh, within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
+from plurax.partition.pins import equations
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import ShardedValue, ValueVersions
 from plurax.plan import Plan
@@ -139,6 +141,16 @@ class Graph:
     traced: Any = None
     args: tuple[PyTree, ...] = ()
 
+    @functools.cached_property
+    def equations(self) -> dict[str, Any]:
+        """The equations by their paths."""
+        return dict(equations(self.traced.jaxpr))
+
+    @functools.cached_property
+    def reads(self) -> dict[tuple[int, int], GraphValue]:
+        """The value that each input of a node reads; none where zeros are created."""
+        return {(use.node, use.input): value for value in self.values for use in value.uses}
+
     def index(self, name: str) -> int:
         """Return the index of a node by the name of its parameter or the path of its equation.
 
@@ -198,13 +210,7 @@ def graph_of(
         builder.fixed("output", f"state{index}", [value], [], trips)
     shapes = {path: value.tensor for path, value in zip(params, inputs, strict=False)}
     return Graph(
-        axes,
-        tuple(searched),
-        tuple(builder.nodes),
-        builder.read_values(),
-        shapes,
-        closed,
-        args,
+        axes, tuple(searched), tuple(builder.nodes), builder.read_values(), shapes, closed, args
     )
 
 
@@ -234,8 +240,7 @@ def graph_of_step(task: Task, plan: Plan, batch: PyTree) -> Graph:
     return graph_of(
         # Of frozen parameters the search counts gradients as of the others.
         within(
-            mesh,
-            gradient(dataclasses.replace(task, frozen=()), plan.precision, remat=plan.remat),
+            mesh, gradient(dataclasses.replace(task, frozen=()), plan.precision, remat=plan.remat)
         ),
         args,
         axes,

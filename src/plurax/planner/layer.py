@@ -31,23 +31,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from plurax.jaxpr.compat import INLINED
-from plurax.partition.pins import equations
+from plurax.partition.pins import enclosing
 from plurax.planner.costs import reshard_steps
 from plurax.planner.equal_layers import classes_of
-from plurax.planner.fewest import enclosing, source_line
 from plurax.planner.graph import Graph, GraphValue, Use
+from plurax.planner.origins import VIEWS, origin, source_line
 from plurax.planner.shard_strategies import ShardStrategy, Tensor
 from plurax.planner.tensor_search import Sharded
 from plurax.sharding.spec import TensorSharding
 
 Sent = tuple[tuple[str, float], ...]
 """Collectives by kind, with the bytes that a device sends in one run of the layer."""
-
-_VIEWS = frozenset([
-    "annotate", "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type",
-    "copy", "expand_dims", "name", "optimization_barrier", "pad", "reduce_precision", "reshape",
-    "sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "transpose", "unstack",
-])  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,13 +120,10 @@ class _LayerBuilder:
 
     def __init__(self, found: Sharded) -> None:
         self._graph, self._choice = found.graph, found.solution.choice
-        self._eqns = dict(equations(self._graph.traced.jaxpr))
+        self._eqns = self._graph.equations
         self._body, self._whole = _body(self._graph, self._eqns)
         self._output = len(self._graph.nodes)
         self._input = -self._output - 1
-        self._reads = {
-            (use.node, use.input): value for value in self._graph.values for use in value.uses
-        }
         self._kinds = {
             node: "product" if self._strategy(node).product else "other" for node in self._body
         }
@@ -186,9 +177,7 @@ class _LayerBuilder:
 
     def _parameter(self, index: int) -> str:
         """Return the path of the parameter that a node is, or of which it is a view, or ""."""
-        node = self._graph.nodes[index]
-        if node.kind in (*_VIEWS, "row", "const") and (index, 0) in self._reads:
-            return self._parameter(self._reads[index, 0].node)
+        node = self._graph.nodes[origin(self._graph, index)]
         return node.path if node.kind == "parameter" else ""
 
     def _target(self, use: Use, source: int) -> int | None:
@@ -245,7 +234,7 @@ class _LayerBuilder:
         free = [edge for edge in free if edge not in self._shared]
         others = {one for one, kind in self._kinds.items() if kind == "other"}
         computed = {one for one in self._kinds if one in self._body}
-        views = {one for one in others if self._operator(one) in _VIEWS}
+        views = {one for one in others if self._operator(one) in VIEWS}
         for a, b in free:
             if {a, b} <= others and self._alike(a, b):
                 groups.merge(a, b)
@@ -276,12 +265,12 @@ class _LayerBuilder:
 
     def _where(self, node: int) -> str:
         """Return the line of the model's code, and its function."""
-        return source_line(self._eqns, self._graph.nodes[node].path)
+        return source_line(self._graph, self._graph.nodes[node].path)
 
     def _box(self, group: Sequence[int]) -> Box:
         """Return what a group of vertices is."""
         nodes = [one for one in group if one in self._body]
-        computing = [one for one in nodes if self._operator(one) not in _VIEWS] or nodes
+        computing = [one for one in nodes if self._operator(one) not in VIEWS] or nodes
         kinds = {self._kinds[one] for one in group}
         inside = [
             ("all-reduce", size) for one in nodes for _, size in self._strategy(one).all_reduces

@@ -10,15 +10,19 @@ so that two readers of one sharding share one copy. `Problem.cost` is this sum.
 """
 
 import dataclasses
+import difflib
 import functools
+import json
 import math
 from collections.abc import Mapping, Sequence
 
 from plurax import errors
 from plurax.planner.costs import TimeCosts
 from plurax.planner.graph import Graph, GraphValue
+from plurax.planner.origins import in_words
 from plurax.planner.shard_strategies import Tensor
 from plurax.sharding.spec import TensorSharding
+from plurax.strategies import entries_of, spelled
 
 Pins = Mapping[str, Sequence[TensorSharding | None]]
 """For some nodes, by path or parameter name, the shardings that `Node.pin` returns; None: any.
@@ -49,6 +53,13 @@ class Solution:
     cost: float
     bound: float
     variables: int
+
+
+def written(inputs: Sequence[TensorSharding | None]) -> str:
+    """Return the inputs of a strategy as a plan's file has them."""
+    return json.dumps(
+        spelled(tuple(entries_of(one.dims, one.partial) if one else () for one in inputs))
+    )
 
 
 class Problem:
@@ -92,7 +103,10 @@ class Problem:
         try:
             index = self.graph.index(path)
         except KeyError:
-            raise errors.pin_of_nothing(path, [node.path for node in self.graph.nodes]) from None
+            raise errors.PlanError(
+                f"the strategy pinned for {path!r} belongs to no equation and no parameter of this "
+                f"step.{errors.did_you_mean(path, [node.path for node in self.graph.nodes])}"
+            ) from None
         node = self.graph.nodes[index]
         self.allowed[index] = [
             choice
@@ -101,11 +115,15 @@ class Problem:
             and all(want in (None, one) for want, one in zip(inputs, found, strict=True))
         ]
         if not self.allowed[index]:
-            strategies = [node.pin(choice) for choice in range(len(node.strategies))]
-            some = "".join(f"\n  {one}" for one in strategies[:12])
+            every = list(
+                {written(node.pin(choice)): choice for choice in range(len(node.strategies))}
+            )
+            near = difflib.get_close_matches(written(inputs), every, n=12, cutoff=0)
+            some = "".join(f"\n  {one}" for one in near)
             raise errors.PlanError(
-                f"{path!r} cannot be computed from the inputs pinned for it, {tuple(inputs)}. It "
-                f"can be from:{some}"
+                f"the plan pins {path!r}, {in_words(self.graph, index)}, to the inputs "
+                f"{written(inputs)}, from which it cannot be computed over `tensor`. Of the "
+                f"{len(every)} inputs from which it can, these are nearest:{some}"
             )
 
     def _reshard(self, tensor: Tensor, source: TensorSharding, target: TensorSharding) -> float:

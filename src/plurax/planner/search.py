@@ -22,14 +22,13 @@ computer is. A plan that may not fit comes later than its seconds say, and one o
 alike is estimated a little earlier; an estimate corrects those alike.
 """
 
-import contextlib
 import dataclasses
 import functools
 import heapq
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -55,6 +54,7 @@ from plurax.planner.candidates import (
 from plurax.planner.costs import TimeCosts, least_together, state_ratios
 from plurax.planner.effort import EVALUATIONS, Effort, Step
 from plurax.planner.experts import is_expert, is_plain, machines_of_kinds
+from plurax.planner.fewest import minimal
 from plurax.planner.found import Found, Ranked
 from plurax.planner.sizes import Sizes
 from plurax.planner.tensor_search import TensorSearch
@@ -158,11 +158,7 @@ def _search_on(machine: Machine, wanted: _Wanted, effort: Effort) -> Found:
     Rules(pinned.rules, {}).check_used(paths, model.names)
     every = list(candidates(model, machine, machine.devices, pinned, fields, limit))
     if not every:
-        raise errors.PlanError(
-            f"no plan for {machine.devices} devices and {model.batch_size} examples agrees with "
-            f"{pinned}: the sizes of its mesh axes must multiply to a divisor of the devices, and "
-            "`data` must divide the examples. Leave an axis out to have it chosen."
-        )
+        raise _nothing_agrees(model, machine, pinned, fields)
     ratios = state_ratios(optimizer, model.like.params)
     shardings = TensorSearch(
         task, like, lambda plan: TimeCosts(machine, plan, ratios), ratios, machine, limit,
@@ -188,6 +184,37 @@ def _search_on(machine: Machine, wanted: _Wanted, effort: Effort) -> Found:
     )
 
 
+def _nothing_agrees(
+    model: Model, machine: Machine, pinned: Plan, fields: Sequence[str]
+) -> errors.PlanError:
+    """Return the error that names the fewest pins that no plan has, and what they may be."""
+
+    def sizes_with(kept: Sequence[str]) -> Iterator[Sizes | None]:
+        try:
+            plan = Plan(**{name: getattr(pinned, name) for name in kept})
+        except errors.PlanError:
+            yield None  # these need the others, too
+            return
+        for one in candidates(model, machine, machine.devices, plan, kept):
+            yield one.sizes
+
+    few = minimal(list(fields), lambda kept: not any(True for _ in sizes_with(kept)))
+    ways = []
+    for name in few:
+        known = [one for one in sizes_with([field for field in fields if field != name]) if one]
+        every = sorted({getattr(one, name) for one in known}) if name in Sizes._fields else []
+        ways.append(f"{name} can be {', '.join(map(str, every))}" if every else f"leave {name} out")
+    long = dict.fromkeys(("shardings", "strategies"), "...")
+    long = dict.fromkeys(("shardings", "strategies"), "...")
+    wanted = ", ".join(f"{name}={long.get(name, repr(getattr(pinned, name)))}" for name in few)
+    return errors.PlanError(
+        f"no plan agrees with Plan({wanted}): data × pipeline × tensor must be a divisor of the "
+        f"{machine.devices} devices, data one of the {model.batch_size} examples, and the stages "
+        f"into which the model can be cut (plurax.stack, plurax.pipeline.stage_boundary) are "
+        f"{model.layers}. With the rest of what is pinned, {', or '.join(ways)}."
+    )
+
+
 def _nothing_fits(memory: float, refused: Sequence[Ranked]) -> errors.PlanError:
     """Return the error that names the three plans that come nearest to fitting."""
     if not refused:
@@ -196,7 +223,9 @@ def _nothing_fits(memory: float, refused: Sequence[Ranked]) -> errors.PlanError:
             "product: for this model and batch the devices would send each other for longer than "
             "they save. Leave `tensor` out of what is pinned, or give a larger batch."
         )
-    nearest = sorted(refused, key=lambda one: (one.why != "memory", one.memory))[:3]
+    # Of equal reasons one.
+    unlike = {f"{one.why} {one.memory if one.why == 'memory' else ''}": one for one in refused}
+    nearest = sorted(unlike.values(), key=lambda one: (one.why != "memory", one.memory))[:3]
     some = "".join(
         f"\n  {one.plan.sizes_text()}: "
         + (f"at least {one.memory:,.0f} bytes" if one.why == "memory" else one.why)
@@ -366,7 +395,7 @@ class _Search:
                     return None
             seconds = self._shardings.seconds(candidate.plan)
         except (errors.PlanError, errors.MachineError) as error:
-            self._refuse(candidate, str(error).splitlines()[0])
+            self._refuse(candidate, str(error))
             return None
         self._learn(candidate)
         own, kept = self._shardings.memory(candidate.plan)
@@ -377,8 +406,11 @@ class _Search:
         split = [one for one in fitting if one.sizes.tensor > 1]
         if split:
             first = min(split, key=lambda one: (one.sizes.tensor, one.seconds))
-            with contextlib.suppress(errors.PlanError), self._effort.spent_on("solution", False):
-                self._learn(first)
+            try:
+                with self._effort.spent_on("solution", False):
+                    self._learn(first)
+            except errors.PlanError as error:
+                self._refuse(first, str(error))
 
     def _learn(self, candidate: CandidatePlan) -> None:
         """Note what the devices of `tensor` send for a row."""
@@ -414,7 +446,7 @@ class _Search:
                 plan = self._shardings.plan(candidate.plan)
                 estimated = estimate(self._task, self._optimizer, plan, self._batch, self._machine)
         except (errors.PlanError, errors.MachineError) as error:
-            self._refuse(candidate, str(error).splitlines()[0])
+            self._refuse(candidate, str(error))
             return None
         self._learned.add(candidate.plan, computed, estimated)
         safe = estimated.peak + estimated.margin

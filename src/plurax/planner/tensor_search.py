@@ -39,20 +39,16 @@ from plurax.planner.costs import (
     reduction_seconds,
     sends_meanwhile,
 )
-from plurax.planner.fewest import (
-    Walk,
-    fewest_strategies,
-    rules_of,
-    strategies_of,
-)
+from plurax.planner.fewest import Walk, fewest_strategies, rules_of, strategies_of
 from plurax.planner.graph import Graph, Node, graph_of_step
 from plurax.planner.lockstep import StagedModel, Stages, fastest_stages, ticks_of_step
+from plurax.planner.origins import readers
 from plurax.planner.problem import Pins, Problem, Solution, Within
 from plurax.planner.profile import SolutionProfile, profile_of
 from plurax.planner.shard_strategies import ShardStrategy
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
-from plurax.strategies import Strategy, axes_of
+from plurax.strategies import Strategy, axes_of, entries_of, entries_text
 from plurax.task import Task
 from plurax.trace.clock import rates_of_stages
 
@@ -180,10 +176,9 @@ class TensorSearch:
         self._other: dict[str, errors.PlanError] = {}
         params = jax.eval_shape(lambda: initial(task, jax.random.key(0)))[0]
         self._tied = tied_bytes(task, params)
-        self._sizes = {
-            path: math.prod(leaf.shape) * leaf.dtype.itemsize
-            for path, leaf in tree.named_leaves(params).items()
-        }
+        leaves = tree.named_leaves(params)
+        self._shapes = {path: leaf.shape for path, leaf in leaves.items()}
+        self._sizes = {path: leaf.size * leaf.dtype.itemsize for path, leaf in leaves.items()}
 
     def plan(self, plan: Plan, *, fewest: bool = False) -> Plan:
         """Return a candidate with the best shardings over `tensor`.
@@ -215,21 +210,34 @@ class TensorSearch:
 
         Raises `PlanError` if there is no such parameter.
         """
+        if name not in self._shapes:
+            raise errors.parameter_unknown(name, list(self._shapes))
+        title = f"{name} {self._shapes[name]} under {plan.sizes_text()}"
+        if plan.tensor == 1:
+            return f"{title}\n  is not split over `tensor`, of which there is one device"
         solved = self.sharded(plan)
-        if name not in solved.graph.parameters:
-            raise errors.pin_of_nothing(name, list(solved.graph.parameters))
-        tensor, chosen = solved.graph.parameters[name], solved.shardings[name]
-        node = solved.graph.nodes[solved.graph.index(name)]
-        lines = [f"{name} {tensor.shape} is {_text(chosen)} under {plan.sizes_text()}"]
-        for strategy in node.strategies:
+        graph, chosen = solved.graph, solved.shardings[name]
+        shard = chosen.shard_shape(self._shapes[name], graph.axes.sizes)
+        lines = [title, f"  is {_text(chosen)}, {shard} on each of {plan.tensor} devices"]
+        if read := readers(graph, name):
+            lines.append(f"  is read at {', '.join(read)}")
+        now = human_seconds(solved.solution.cost)
+        lines.append(f"  otherwise a step ({now} by the costs of the search) takes")
+        for strategy in graph.nodes[graph.index(name)].strategies:
             (other,) = strategy.outputs
-            if other == chosen:
-                continue
-            solution = exact.solve(solved.graph, solved.costs, {**solved.pins, name: (other,)})
-            more = solution.cost - solved.solution.cost
-            change = f"{'-' if more < 0 else '+'}{human_seconds(abs(more))}"
-            lines.append(f"  {_text(other)}: {more / solved.solution.cost:+.1%}, {change}")
+            if other != chosen:
+                lines.append(f"    {_text(other)}: {self._otherwise(solved, name, other)}")
         return "\n".join(lines)
+
+    def _otherwise(self, solved: Sharded, name: str, other: TensorSharding) -> str:
+        """Return what the best step costs if a parameter is split otherwise."""
+        try:
+            solution = exact.solve(solved.graph, solved.costs, {**solved.pins, name: (other,)})
+        except errors.PlanError:
+            return "not with what is pinned"
+        more = solution.cost - solved.solution.cost
+        change = f"{human_seconds(abs(more))} {'less' if more < 0 else 'more'}"
+        return f"{change}, {more / solved.solution.cost:+.1%}" if more else "as long"
 
     def splits(self, plan: Plan) -> bool:
         """Whether the devices of `tensor`, if there are several, share any matrix product."""
@@ -478,5 +486,4 @@ def _pin(strategy: Strategy) -> tuple[str, tuple[TensorSharding | None, ...]]:
 
 
 def _text(sharding: TensorSharding) -> str:
-    """Return a sharding as its entries, or "replicated"."""
-    return repr(sharding).removeprefix("TensorSharding") if sharding.axes else "replicated"
+    return entries_text(entries_of(sharding.dims, sharding.partial))
