@@ -100,10 +100,8 @@ class Found:
         split = [one for one in (*self.ranked, *self.slower) if one.plan.tensor > 1]
         if split and self.ranked[0].plan.tensor == 1:
             best = min(split, key=lambda one: one.seconds)
-            text += f"\n  the fastest with several: {best.plan.sizes_text()}, "
-            text += (
-                f"{human_seconds(best.seconds)} a step for {human_seconds(self.ranked[0].seconds)}"
-            )
+            text += f"\n  with several a step takes {human_seconds(best.seconds)}, and with one "
+            text += f"{human_seconds(self.ranked[0].seconds)}: {best.plan.sizes_text()}"
         return "\n".join(line for one in text.splitlines() for line in _wrapped(one, 4))
 
     # --- Text -------------------------------------------------------------------------------------
@@ -174,7 +172,7 @@ class Found:
         return html_table(title, ["", "plan", "a step", "memory", "of which"], self.rows())
 
 
-_COLUMNS = 100
+_COLUMNS, _NO_BREAK = 100, "\N{NO-BREAK SPACE}"
 
 
 def _wrapped(text: str, indent: int = 2, *, whole: bool = False) -> list[str]:
@@ -188,6 +186,3 @@ def _wrapped(text: str, indent: int = 2, *, whole: bool = False) -> list[str]:
         text, _COLUMNS, subsequent_indent=" " * min(indent, _COLUMNS // 2), break_on_hyphens=False
     )
     return [line.replace(_NO_BREAK, " ").rstrip() for line in lines]
-
-
-_NO_BREAK = "\N{NO-BREAK SPACE}"

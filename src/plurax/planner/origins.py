@@ -1,10 +1,12 @@
 """What the nodes of a graph are to a user: parameters by path, equations by lines of the model.
 
-node         to a user
-14/3         dot_general at model.py:33 (block)
-14/row6      each row of blocks/mlp_in                 of which the loop's input is a view
-129/row2     each row of exp at model.py:30 (block)    of a loop of the backward pass
-14/carry0    the carry of the loop at model.py:40 (layers)
+A loop has operands of its own, which a user does not know:
+
+    node         to a user
+    14/3         dot_general at model.py:33 (block)
+    14/row6      each row of blocks/mlp_in                 of which the loop's input is a view
+    129/row2     each row of exp at model.py:30 (block)    of a loop of the backward pass
+    14/carry0    the carry of the loop at model.py:40 (layers)
 """
 
 import re
