@@ -89,6 +89,22 @@ def test_devices_may_have_more_than_two_stages():
     assert stages(deep, 2, stages=4) == [4]
 
 
+def test_every_divisor_of_the_rows_is_considered_where_they_are_few(stacked):
+    """Of 36 rows on 2 devices 6 microbatches are fastest: fewer leave devices idle for longer, and
+    each starts its kernels. Of 2,520 rows, with 48 divisors, some are."""
+    rows = dataclasses.replace(stacked, batch_size=36)
+    pinned = px.Plan(pipeline=2, remat="none", schedule="gpipe")
+    fields = ["data", "tensor", "pipeline", "remat", "schedule"]
+    none = stacked.totals["none"]
+    # What is idle is a share 1 / m of a step's work, what starts is m times one microbatch's.
+    slow = dataclasses.replace(MACHINE, overhead=none.seconds / 6**2 / none.products)
+    every = [*candidates(rows, slow, 2, pinned, fields)]
+    assert [one.sizes.microbatches for one in every] == [2, 3, 4, 6, 9, 12, 18, 36]
+    assert min(every, key=lambda one: one.seconds).sizes.microbatches == 6
+    many = dataclasses.replace(stacked, batch_size=2520)
+    assert len([*candidates(many, slow, 2, pinned, fields)]) < 16
+
+
 PINS = [
     {"tensor": 1},
     {"zero": 0, "data": 2},

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -271,6 +271,9 @@ def _every_sizes(
 
 _SIZES = ("data", "pipeline", "tensor")
 
+_FEW = 24
+"""Divisors of the rows of a device that are all considered."""
+
 _SAVED = 0.02
 """Of a step, what twice as many stages on each device save at the least: seconds are as sure."""
 
@@ -293,19 +296,18 @@ def _divisors(number: int) -> list[int]:
 def _microbatches(rows: int, pipeline: int) -> list[int]:
     """Return how often the rows of a device may be divided.
 
-    One divisor for each doubling, and those that leave as few rows as experts try.
-
-    A pipeline with fewer microbatches than stages leaves devices idle.
+    All divisors where they are few; of many one for each doubling, and those that leave as few rows
+    as experts try. A pipeline with fewer microbatches than stages leaves devices idle.
 
     >>> _microbatches(48, 1), _microbatches(48, 4)
-    ([1, 2, 4, 6, 8, 12, 16, 24, 48], [4, 6, 8, 12, 16, 24, 48])
+    ([1, 2, 3, 4, 6, 8, 12, 16, 24, 48], [4, 6, 8, 12, 16, 24, 48])
     """
-    chosen: dict[int, int] = {}
-    for divisor in _divisors(rows):
-        chosen.setdefault(divisor.bit_length(), divisor)
-    few = {rows // size for size in ROWS if rows % size == 0}
-    usual = [n for n in sorted({*chosen.values(), *few}) if n >= pipeline]
-    return usual or [rows]
+    every = _divisors(rows)
+    if len(every) > _FEW:
+        doublings = {n.bit_length(): n for n in reversed(every)}
+        few = {rows // size for size in ROWS if rows % size == 0}
+        every = sorted({*doublings.values(), *few})
+    return [n for n in every if n >= pipeline] or [rows]
 
 
 def _schedules(
@@ -318,13 +320,12 @@ def _schedules(
         if "schedule" not in fields and known and known.groups and microbatches % pipeline:
             continue
         usual = chunks_of(schedule)
-        several: Iterable[int]
+        stages = pinned.stages or pipeline * usual
         if "stages" not in fields and usual > 1:
             several = _virtual_stages(usual, pipeline, microbatches, layers)
-        else:
-            stages = pinned.stages or pipeline * usual
-            several = [] if stages > layers or stages % pipeline else [stages // pipeline]
-        yield from ((schedule, stages) for stages in several)
+            yield from zip(itertools.repeat(schedule), several)
+        elif stages <= layers and stages % pipeline == 0:
+            yield schedule, stages // pipeline
 
 
 def _virtual_stages(usual: int, pipeline: int, microbatches: int, layers: int) -> Iterator[int]:
@@ -353,6 +354,9 @@ class _Bounds:
     def __init__(self, model: Model, machine: Machine, pinned: Plan, limit: float) -> None:
         self._model, self._machine, self._pinned, self._limit = model, machine, pinned, limit
         self._reduced = reduced_share(pinned, machine, itemsize=4)
+        self._held = functools.cache(
+            lambda n, *how: held_bytes(model.parameters / n, model.optimizer / n, *how)
+        )
         self._between_stages = functools.cache(self._between_stages_once)
         self._over_data = functools.cache(self._over_data_once)
 
@@ -368,8 +372,7 @@ class _Bounds:
         known = named(sizes.schedule)
         every = known is not None and known.stores_all
         kept *= sizes.microbatches if every else min(sizes.pipeline, sizes.microbatches)
-        own = model.parameters / shards, model.optimizer / shards
-        return held_bytes(*own, sizes.data, sizes.zero) + kept
+        return self._held(shards, sizes.data, sizes.zero) + kept
 
     def _seconds(self, sizes: Sizes) -> float:
         model, machine, data = self._model, self._machine, sizes.data
