@@ -44,8 +44,8 @@ class Found:
     - `ranked`: the plans that fit, fastest first; `slower`, others that were estimated and fit.
     - `refused`: those that do not fit or cannot be, with the reason; `over`, the number of others
       that need too much memory.
-    - `candidates`: the number of plans considered; `least_left`, the least seconds of a plan
-      that was not estimated, by its bound or its costs.
+    - `candidates`: the number of plans considered; `least_left`, the least seconds that one which
+      was not estimated can take, and `least_expected`, those that one is expected to take.
     - `evaluations`: how many solutions and estimates were made; `stopped`, whether a limit of time
       ended the search; `seconds` that it took.
     - `shardings`: the searches over `tensor`, for `explain`.
@@ -59,6 +59,7 @@ class Found:
     over: int
     candidates: int
     least_left: float
+    least_expected: float
     evaluations: int
     stopped: bool
     seconds: float
@@ -84,10 +85,11 @@ class Found:
     def gap(self) -> float:
         """How much faster than the best a plan that was not estimated could be, as a share.
 
-        By its bound, or by its costs on the solved graph, if it got so far.
+        By its bound: products at the rates of the machine, the traffic of all kernels shared by its
+        devices, kernels that start as often as estimates of its remat policy say, and what its
+        devices send each other.
         """
-        best = self.ranked[0].seconds
-        return max(0.0, 1 - self.least_left / best)
+        return max(0.0, 1 - self.least_left / self.ranked[0].seconds)
 
     def explain(self, name: str) -> str:
         """Return why a parameter is split as it is in the best plan, and what others would cost.
@@ -137,10 +139,13 @@ class Found:
     def _notes(self) -> list[str]:
         """Return what else is to be known of the ranking."""
         proof = (
-            "by their bounds and costs, plans that were not estimated are not faster"
-            if self.gap == 0
-            else f"a plan that was not estimated could be up to {self.gap:.0%} faster"
+            f"no plan is more than {self.gap:.0%} faster, by bounds of what was not estimated"
+            if self.gap >= 0.005
+            else "no plan is faster, by bounds of what was not estimated"
         )
+        expected = 1 - self.least_expected / self.ranked[0].seconds
+        if expected >= 0.005:
+            proof += f"; one is expected to be {expected:.0%} faster: give more evaluations"
         notes = [proof, f"found in {self.seconds:.1f} s by {self.evaluations} evaluations"]
         if self.stopped:
             notes.append(

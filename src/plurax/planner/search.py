@@ -35,7 +35,7 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors, tree
-from plurax.analysis.estimate import Estimate, estimate
+from plurax.analysis.estimate import estimate
 from plurax.analysis.machine_timings import measure_machine
 from plurax.execute.check import check_kinds
 from plurax.execute.coupling import may_pad
@@ -56,6 +56,7 @@ from plurax.planner.effort import EVALUATIONS, Effort, Step
 from plurax.planner.experts import is_expert, is_plain, machines_of_kinds
 from plurax.planner.fewest import minimal
 from plurax.planner.found import Found, Ranked
+from plurax.planner.learned import Computed, Learned
 from plurax.planner.sizes import Sizes
 from plurax.planner.tensor_search import TensorSearch
 from plurax.sharding.rules import Rules
@@ -165,18 +166,19 @@ def _search_on(machine: Machine, wanted: _Wanted, effort: Effort) -> Found:
         model.activations,
     )  # fmt: skip
     run = _Search(task, optimizer, like, machine, model, limit, shardings, effort)
-    run.look(every, wanted.count)
+    run.look(every, max(wanted.count, _FEWEST))
     if not run.ranked:
         raise _nothing_fits(limit, run.refused)
     return Found(
         machine=machine,
         memory=limit,
-        ranked=tuple(run.ranked),
-        slower=tuple(run.slower),
+        ranked=tuple(run.ranked[: wanted.count]),
+        slower=(*run.ranked[wanted.count :], *run.slower),
         refused=tuple(run.refused),
         over=max(run.over - _NEAREST, 0),
         candidates=len(every),
         least_left=run.least_left,
+        least_expected=run.least_expected,
         evaluations=effort.spent,
         stopped=effort.stopped,
         seconds=0.0,
@@ -254,8 +256,8 @@ class _Search:
 
     **Attributes:** `ranked`, the plans estimated so far that fit, fastest first; `slower`, those of
     them beyond the number asked for; `refused`, those that do not fit, or cannot be, of those whose
-    bounds say so the nearest; `over`, how many these are; `least_left`, the least seconds of a
-    candidate not looked at.
+    bounds say so the nearest; `over`, how many these are; `least_left`, the least seconds that a
+    candidate which was not estimated can take, and `least_expected`, those it is expected to.
     """
 
     def __init__(
@@ -275,14 +277,16 @@ class _Search:
         self._sent: dict[int, float] = {}
         self._all_reduce = functools.cache(self._all_reduce_once)
         self._shardings, self._effort = shardings, effort
-        self._learned = _Learned()
+        start = machine.start_seconds
+        self._learned = Learned({name: start * t.products for name, t in model.totals.items()})
         self._experts: set[Sizes] = set()
         self._most = 1.0  # of the risks of all candidates
         self.ranked: list[Ranked] = []
         self.slower: list[Ranked] = []
         self.refused: list[Ranked] = []
         self.over = 0
-        self.least_left = math.inf
+        self.least_left = self.least_expected = math.inf
+        self._known: set[Sizes] = set()  # of candidates that were estimated, or cannot be
 
     def look(self, every: Sequence[CandidatePlan], count: int) -> None:
         """Look at candidates, the most promising first, until `count` are known to be the best.
@@ -309,9 +313,9 @@ class _Search:
                 # What has been found since says that it takes longer.
                 queue.push(bound, candidate, risk=self._risk(candidate.memory))
             elif not self._effort.allows(self._step(candidate, known), self._must(candidate)):
-                self.least_left = min(self.least_left, least)
+                self.least_expected = min(self.least_expected, least)
             elif (result := known or self._computed(candidate)) is not None:
-                now = max(self._learned.seconds(candidate.plan, result), candidate.seconds)
+                now = max(self._learned.seconds(candidate.plan, result), self._least(candidate))
                 memory = self._learned.memory(candidate.plan, result)
                 if memory > self._limit:
                     self._refuse(dataclasses.replace(candidate, memory=memory), "memory")
@@ -320,10 +324,13 @@ class _Search:
                 elif (ranked := self._estimated(candidate, result)) is not None:
                     # Only after all that could be faster, however sure it is that they fit.
                     queue.push(ranked.seconds, candidate, ranked, risk=_NEAR * self._most)
-        self.least_left = min([self.least_left, *queue.left()])
+        self.least_expected = min([self.least_expected, *queue.left()])
         self.slower = queue.estimated()
         # What was computed before the estimate may have been more than the estimate.
         self.ranked.sort(key=lambda one: (one.seconds, one.plan.devices))
+        best = self.ranked[0].seconds if self.ranked else math.inf
+        left = (one for one in fitting if one.seconds < best and one.sizes not in self._known)
+        self.least_left = min(map(self._least, left), default=best)
 
     def _queued(self, fitting: Sequence[CandidatePlan]) -> "_CandidateQueue":
         """Return candidates by their bounds, but of each remat policy one that is estimated.
@@ -364,14 +371,18 @@ class _Search:
         """
         return 1 + max(0.0, memory / self._limit - 0.5)
 
-    def _least(self, candidate: CandidatePlan) -> float:
+    def _bound(self, candidate: CandidatePlan) -> float:
         return least_together(self._machine, candidate.seconds, self._least_tensor(candidate))
+
+    def _least(self, candidate: CandidatePlan) -> float:
+        """Return the least seconds that a candidate can take, by what is known so far."""
+        return self._learned.least(candidate.sizes, self._bound(candidate))
 
     def _must(self, candidate: CandidatePlan) -> bool:
         """Whether a candidate is an expert's, to be looked at until the fastest plan is known."""
         return not self.ranked and candidate.sizes in self._experts
 
-    def _step(self, candidate: CandidatePlan, known: "_Computed | None") -> Step:
+    def _step(self, candidate: CandidatePlan, known: "Computed | None") -> Step:
         """Return what is to be done for a candidate."""
         if known is not None:
             return "estimate"
@@ -386,7 +397,7 @@ class _Search:
             return "look"  # which refuses it
         return "solution" if sizes.tensor > 1 else "estimate"
 
-    def _computed(self, candidate: CandidatePlan) -> "_Computed | None":
+    def _computed(self, candidate: CandidatePlan) -> "Computed | None":
         """Return what a candidate takes on the solved graph, or None if it cannot be."""
         try:
             with self._effort.spent_on(self._step(candidate, None), self._must(candidate)):
@@ -398,7 +409,7 @@ class _Search:
             return None
         self._learn(candidate)
         own, kept = self._shardings.memory(candidate.plan)
-        return _Computed(seconds, own, max(kept, candidate.memory - own))
+        return Computed(seconds, own, max(kept, candidate.memory - own))
 
     def _look_at_smallest_tensor(self, fitting: Sequence[CandidatePlan]) -> None:
         """Solve the smallest `tensor`, which says at the least what larger ones send."""
@@ -438,7 +449,7 @@ class _Search:
             "all-reduce", 2**22, devices, 1, mesh_devices=self._machine.devices
         )
 
-    def _estimated(self, candidate: CandidatePlan, computed: "_Computed") -> Ranked | None:
+    def _estimated(self, candidate: CandidatePlan, computed: "Computed") -> Ranked | None:
         """Return a candidate with its shardings and its estimate, or None if it cannot be."""
         try:
             with self._effort.spent_on("estimate", self._must(candidate)):
@@ -447,7 +458,10 @@ class _Search:
         except (errors.PlanError, errors.MachineError) as error:
             self._refuse(candidate, str(error))
             return None
-        self._learned.add(candidate.plan, computed, estimated)
+        self._known.add(candidate.sizes)
+        self._learned.add(
+            candidate.plan, candidate.sizes, computed, estimated, self._bound(candidate)
+        )
         safe = estimated.peak + estimated.margin
         if safe > self._limit:
             self.refused.append(Ranked(candidate.plan, plan, estimated, safe, "memory"))
@@ -456,8 +470,12 @@ class _Search:
         return Ranked(candidate.plan, plan, estimated, estimated.peak)
 
     def _refuse(self, candidate: CandidatePlan, why: str) -> None:
+        self._known.add(candidate.sizes)
         self.refused.append(Ranked(candidate.plan, candidate.plan, None, candidate.memory, why))
 
+
+_FEWEST = 5
+"""Plans that are ranked at the least: the best must not depend on how many are asked for."""
 
 _NEAREST = 3
 """Of the plans that need too much memory by their bounds, how many are named."""
@@ -474,85 +492,7 @@ _SAME = 1.001
 """Seconds that differ by less are not worth another look."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Computed:
-    """What a candidate takes on the solved graph: `seconds`; bytes of its `own` parameters with
-    gradients and optimizer state, and those `kept` for the backward pass."""
-
-    seconds: float
-    own: float
-    kept: float
-
-
-class _Learned:
-    """What estimates teach about what is computed.
-
-    The solved graph has no temporaries, and a pipeline decides by rules what its stages hold. It
-    counts the kernels of products only, and a model that is small, or has many microbatches, spends
-    its time in starting the others. Plans of one remat policy, `tensor` and ZeRO level differ
-    alike, so one estimate corrects the others.
-
-        computed     microbatches=4, data=4 and 8: 1.0 ms, 1.1 ms
-        estimate     data=4: 2.4 ms, of which 0.8 ms start kernels, 0.2 ms for each microbatch
-        so           ratio 2.4 / (1.0 + 0.8); data=8: (1.1 + 4 x 0.2) x 1.33 = 2.5 ms
-    """
-
-    def __init__(self) -> None:
-        self._ratios: dict[Any, tuple[float, float]] = {}
-        # For a remat policy, the seconds in which the kernels of a microbatch start; and of a step
-        # those of the update.
-        self._starts: dict[str, float] = {}
-        self._update_starts: float | None = None
-
-    def add(self, plan: Plan, computed: _Computed, estimated: Estimate) -> None:
-        """Compare what was computed with an estimate."""
-        update = estimated.update.overhead
-        self._update_starts = min(update, self._update_starts or update)
-        if plan.pipeline == 1:
-            starts = estimated.gradient.overhead / plan.microbatches
-            self._starts[plan.remat] = min(self._starts.get(plan.remat, starts), starts)
-        kept = max(estimated.peak - computed.own, 0) / max(computed.kept, 1.0)
-        alike, tensor = self._alike(plan)
-        now = estimated.seconds / self._with_starts(plan, computed), kept
-        for key in ((alike, tensor), (alike, None), (alike[:2], None)):
-            # Of several the least, so that no plan is left out for what another one lacked.
-            seconds, bytes_ = self._ratios.get(key, now)
-            self._ratios[key] = min(seconds, now[0]), min(bytes_, kept)
-
-    def _with_starts(self, plan: Plan, computed: _Computed) -> float:
-        starts = self._starts.get(plan.remat, min(self._starts.values(), default=0.0))
-        starts = plan.microbatches * starts + (self._update_starts or 0.0)
-        return computed.seconds + starts / plan.pipeline
-
-    def seconds(self, plan: Plan, computed: _Computed) -> float:
-        """Return the seconds of a step that an estimate is expected to say."""
-        return self._with_starts(plan, computed) * self._ratio(plan)[0]
-
-    def memory(self, plan: Plan, computed: _Computed) -> float:
-        """Return the bytes that a plan needs at the least."""
-        _, ratio, doubt = self._ratio(plan)
-        return (computed.own + computed.kept * ratio) / doubt
-
-    def knows(self, plan: Plan) -> bool:
-        """Whether a plan alike was estimated."""
-        return self._alike(plan) in self._ratios
-
-    def _ratio(self, plan: Plan) -> tuple[float, float, float]:
-        """Return the ratios of seconds and of bytes, and how much more than the limit plans may
-        seem to need that are estimated nevertheless."""
-        alike, tensor = self._alike(plan)
-        if (alike, tensor) in self._ratios:
-            return *self._ratios[alike, tensor], 1.05
-        for key in ((alike, None), (alike[:2], None)):
-            if key in self._ratios:
-                return *self._ratios[key], 1.2
-        return 1.0, 1.0, 1.2
-
-    def _alike(self, plan: Plan) -> tuple[Any, int]:
-        return (plan.remat, plan.pipeline > 1, plan.zero), plan.tensor
-
-
-_Item = tuple[tuple[float, int, int], float, CandidatePlan, Ranked | _Computed | None]
+_Item = tuple[tuple[float, int, int], float, CandidatePlan, Ranked | Computed | None]
 
 
 class _CandidateQueue:
@@ -569,7 +509,7 @@ class _CandidateQueue:
         self,
         seconds: float,
         candidate: CandidatePlan,
-        known: Ranked | _Computed | None = None,
+        known: Ranked | Computed | None = None,
         risk: float = 1.0,
     ) -> None:
         """Add a candidate; of equal seconds the one with fewer devices comes first.
@@ -582,7 +522,7 @@ class _CandidateQueue:
         place = seconds * risk, devices, next(self._numbers)
         heapq.heappush(self._items, (place, seconds, candidate, known))
 
-    def pop(self) -> tuple[float, CandidatePlan, Ranked | _Computed | None]:
+    def pop(self) -> tuple[float, CandidatePlan, Ranked | Computed | None]:
         """Remove the first candidate, and return its seconds, it, and what is known of it."""
         _, seconds, candidate, known = heapq.heappop(self._items)
         return seconds, candidate, known

@@ -1,0 +1,123 @@
+"""What estimates teach a search about what it computes, and the least that a plan can take.
+
+The solved graph has no temporaries, and a pipeline decides by rules what its stages hold. It counts
+the kernels of products only, and a model that is small, or has many microbatches, spends its time
+in starting the others. Plans of one remat policy, `tensor` and ZeRO level differ alike, so one
+estimate corrects the others.
+
+    computed     microbatches=4, data=4 and 8: 1.0 ms, 1.1 ms
+    estimate     data=4: 2.4 ms, of which 0.8 ms start kernels, 0.2 ms for each microbatch
+    so           ratio 2.4 / (1.0 + 0.8); data=8: (1.1 + 4 x 0.2) x 1.33 = 2.5 ms
+
+The bounds of candidates count the kernels of products only, too. A plan that splits a model starts
+no fewer kernels for a microbatch than one on fewer devices, so that an estimate raises the bounds
+of those of its policy: `data=8` above takes at least what its bound says and 0.8 ms.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, final
+
+from plurax.analysis.estimate import Estimate
+from plurax.plan import Plan
+from plurax.planner.sizes import Sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """What a candidate takes on the solved graph: `seconds`; bytes of its `own` parameters with
+    gradients and optimizer state, and those `kept` for the backward pass."""
+
+    seconds: float
+    own: float
+    kept: float
+
+
+@final
+class Learned:
+    """What estimates have taught so far.
+
+    **Arguments:** `products`, for each remat policy the seconds in which the kernels of a
+    microbatch's products start, which bounds count.
+    """
+
+    def __init__(self, products: Mapping[str, float]) -> None:
+        self._products = products
+        # For a remat policy, the least that an estimate was by what `least` said.
+        self._shares: dict[str, float] = {}
+        self._ratios: dict[Any, tuple[float, float]] = {}
+        # For a remat policy, the seconds in which the kernels of a microbatch start; and of a step
+        # those of the update.
+        self._starts: dict[str, float] = {}
+        self._bounding: list[tuple[str, int, float]] = []  # and the devices of the plan
+        self._update_starts: float | None = None
+
+    def add(
+        self, plan: Plan, sizes: Sizes, computed: Computed, estimated: Estimate, bound: float
+    ) -> None:
+        """Compare what was computed, and a candidate's `bound`, with an estimate."""
+        update = estimated.update.overhead
+        self._update_starts = min(update, self._update_starts or update)
+        if plan.pipeline == 1:
+            starts = estimated.gradient.overhead / plan.microbatches
+            self._starts[plan.remat] = min(self._starts.get(plan.remat, starts), starts)
+            self._bounding.append((plan.remat, plan.devices, starts))
+        share = estimated.seconds / self._least(sizes, bound)
+        self._shares[plan.remat] = min(share, self._shares.get(plan.remat, 1.0))
+        kept = max(estimated.peak - computed.own, 0) / max(computed.kept, 1.0)
+        alike, tensor = self._alike(plan)
+        now = estimated.seconds / self._with_starts(plan, computed), kept
+        for key in ((alike, tensor), (alike, None), (alike[:2], None)):
+            # Of several the least, so that no plan is left out for what another one lacked.
+            seconds, bytes_ = self._ratios.get(key, now)
+            self._ratios[key] = min(seconds, now[0]), min(bytes_, kept)
+
+    def least(self, sizes: Sizes, bound: float) -> float:
+        """Return the least seconds of a plan, from the `bound` that counts products' kernels only.
+
+        Where an estimate was below it, since kernels are fused, that is taken off all of a policy.
+        """
+        return self._least(sizes, bound) * self._shares.get(sizes.remat, 1.0)
+
+    def _least(self, sizes: Sizes, bound: float) -> float:
+        # What gradients are sent by are kernels, too: those of plans on more devices do not count.
+        devices = sizes.data * sizes.pipeline * sizes.tensor
+        known = [(remat, starts) for remat, n, starts in self._bounding if n <= devices]
+        own = [starts for remat, starts in known if remat == sizes.remat]
+        # Without rematerialization fewer start.
+        least = min(own or [starts for _, starts in known], default=0.0)
+        others = least - self._products[sizes.remat]
+        starts = sizes.microbatches * max(0.0, others) + (self._update_starts or 0.0)
+        return bound + starts / sizes.pipeline
+
+    def _with_starts(self, plan: Plan, computed: Computed) -> float:
+        starts = self._starts.get(plan.remat, min(self._starts.values(), default=0.0))
+        starts = plan.microbatches * starts + (self._update_starts or 0.0)
+        return computed.seconds + starts / plan.pipeline
+
+    def seconds(self, plan: Plan, computed: Computed) -> float:
+        """Return the seconds of a step that an estimate is expected to say."""
+        return self._with_starts(plan, computed) * self._ratio(plan)[0]
+
+    def memory(self, plan: Plan, computed: Computed) -> float:
+        """Return the bytes that a plan needs at the least."""
+        _, ratio, doubt = self._ratio(plan)
+        return (computed.own + computed.kept * ratio) / doubt
+
+    def knows(self, plan: Plan) -> bool:
+        """Whether a plan alike was estimated."""
+        return self._alike(plan) in self._ratios
+
+    def _ratio(self, plan: Plan) -> tuple[float, float, float]:
+        """Return the ratios of seconds and of bytes, and how much more than the limit plans may
+        seem to need that are estimated nevertheless."""
+        alike, tensor = self._alike(plan)
+        if (alike, tensor) in self._ratios:
+            return *self._ratios[alike, tensor], 1.05
+        for key in ((alike, None), (alike[:2], None)):
+            if key in self._ratios:
+                return *self._ratios[key], 1.2
+        return 1.0, 1.0, 1.2
+
+    def _alike(self, plan: Plan) -> tuple[Any, int]:
+        return (plan.remat, plan.pipeline > 1, plan.zero), plan.tensor
