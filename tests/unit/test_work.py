@@ -353,3 +353,37 @@ def test_arguments_and_results_are_in_the_large_memory():
     size = 4 * 256 * 256
     x = jnp.zeros((256, 256))
     assert bytes_moved(lambda x: jnp.tanh(x), x, room=100 * size) == 2 * size
+
+
+# --- Kernels in Pallas ----------------------------------------------------------------------------
+
+
+def test_flash_attention_is_its_products_block_by_block():
+    """Two forward; backward four for keys and values and three for queries, in two kernels."""
+    from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+
+    rows, heads, tokens, width, block = 2, 2, 512, 128, 128
+    q = k = v = jnp.zeros((rows, heads, tokens, width))
+
+    def loss(q, k, v):
+        return jnp.sum(flash_attention(q, k, v, causal=True))
+
+    counted = work(flat(jax.grad(loss, argnums=(0, 1, 2)), q, k, v), {})
+    grid = rows * heads * (tokens // block) ** 2
+    assert {(p.m, p.n, p.k, p.batch, p.dtype) for p in counted.products} == {
+        (block, block, width, 1, "float32")
+    }
+    assert sorted(counted.products.values()) == [2 * grid, 3 * grid, 4 * grid]
+    assert counted.product_flops == 9 * 2 * rows * heads * tokens**2 * width
+
+
+def test_a_kernel_without_products_is_traffic():
+    from jax.experimental import pallas as pl
+
+    def double(x_ref, o_ref):
+        o_ref[...] = 2 * x_ref[...]
+
+    x = jnp.zeros((256, 128))
+    fun = pl.pallas_call(double, out_shape=x)
+    counted = work(flat(fun, x), {})
+    assert (counted.products, counted.bytes, counted.kernels) == ({}, 2 * 4 * x.size, 1)

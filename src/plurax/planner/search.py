@@ -126,6 +126,8 @@ def search(
         raise refusal
     return dataclasses.replace(
         min(results, key=lambda one: one.ranked[0].seconds),
+        least_left=min(one.least_left for one in results),
+        least_expected=min(one.least_expected for one in results),
         evaluations=sum(one.evaluations for one in results),
         stopped=any(one.stopped for one in results),
         seconds=time.perf_counter() - started,

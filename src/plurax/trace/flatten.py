@@ -28,6 +28,7 @@ from plurax.jaxpr.compat import (
     open_jaxpr,
 )
 from plurax.jaxpr.fused_attention import FUSED_ATTENTION, attention_products
+from plurax.jaxpr.pallas import pallas_products
 from plurax.jaxpr.product_dims import product_dims
 from plurax.trace.step_trace import COLLECTIVES, Block, Op, Value
 
@@ -100,6 +101,8 @@ class Flattener:
         elif name in FUSED_ATTENTION:
             count, dims = attention_products(eqn, [var.aval.shape for var in eqn.invars])
             params = {"product": dims, "count": count, "dtype": str(eqn.invars[0].aval.dtype)}
+        elif name == "pallas_call" and (kernel := pallas_products(eqn)) is not None:
+            params = dict(zip(("count", "product", "dtype"), kernel, strict=True))
         elif name in COLLECTIVES:
             params = {**params, "scopes": f"{self._scopes}/{eqn.source_info.name_stack}"}
         elif name == "transpose" and params["permutation"] == self.products.get(inputs[0]):

@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from plurax.collective import Collective
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
-from plurax.jaxpr.fused_attention import FUSED_ATTENTION
 from plurax.jaxpr.product_dims import PRODUCTS
 from plurax.trace import xla_cpu
 from plurax.trace.collectives import collective_of
@@ -271,7 +270,7 @@ def _of_kernel(
         sent = sum(value.bytes for value in root.outputs)  # its operands together
         return Work(kernels=1, sending=(Sending((collective_of(root, sent, sizes),)),))
     moved = sum(_reads(kernel, near).values()) + _bytes_written(root, near)
-    product = next((op for op in kernel.ops if op.name in PRODUCTS | FUSED_ATTENTION), None)
+    product = next((op for op in kernel.ops if op.name in PRODUCTS or "product" in op.params), None)
     if product is not None:
         count = product.params.get("count", 1)
         return Work({_product(product, moved // count): count}, kernels=1)
