@@ -461,10 +461,11 @@ def test_devices_that_are_left_unused_are_named():
 def test_of_equally_fast_plans_the_surer_one_comes_first():
     sizes = Sizes(1, 1, 1, 1, 0, "none", "1f1b", 1)
     queue = _CandidateQueue()
-    for memory, risk in ((9.0, 1.4), (1.0, 1.0)):
-        queue.push(2.0, CandidatePlan(sizes, px.Plan(), 2.0, memory), risk=risk)
-    assert queue.left() == [2.0, 2.0], "what could be missed does not count the risk"
-    assert [queue.pop()[1].memory for _ in range(2)] == [1.0, 9.0]
+    computed = Computed(2.0, 0.0, 0.0)
+    for memory, risk, known in ((9.0, 1.4, computed), (1.0, 1.0, computed), (5.0, 1.2, None)):
+        queue.push(2.0, CandidatePlan(sizes, px.Plan(), 2.0, memory), known, risk=risk)
+    assert queue.expected() == [2.0, 2.0], "without the risk, nor the one with a bound alone"
+    assert [queue.pop()[1].memory for _ in range(3)] == [1.0, 5.0, 9.0]
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

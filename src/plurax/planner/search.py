@@ -315,7 +315,8 @@ class _Search:
                 # What has been found since says that it takes longer.
                 queue.push(bound, candidate, risk=self._risk(candidate.memory))
             elif not self._effort.allows(self._step(candidate, known), self._must(candidate)):
-                self.least_expected = min(self.least_expected, least)
+                if known is not None:  # not a bound
+                    self.least_expected = min(self.least_expected, least)
             elif (result := known or self._computed(candidate)) is not None:
                 now = max(self._learned.seconds(candidate.plan, result), self._least(candidate))
                 memory = self._learned.memory(candidate.plan, result)
@@ -326,7 +327,7 @@ class _Search:
                 elif (ranked := self._estimated(candidate, result)) is not None:
                     # Only after all that could be faster, however sure it is that they fit.
                     queue.push(ranked.seconds, candidate, ranked, risk=_NEAR * self._most)
-        self.least_expected = min([self.least_expected, *queue.left()])
+        self.least_expected = min([self.least_expected, *queue.expected()])
         self.slower = queue.estimated()
         # What was computed before the estimate may have been more than the estimate.
         self.ranked.sort(key=lambda one: (one.seconds, one.plan.devices))
@@ -529,9 +530,9 @@ class _CandidateQueue:
         _, seconds, candidate, known = heapq.heappop(self._items)
         return seconds, candidate, known
 
-    def left(self) -> list[float]:
-        """Return the seconds of all candidates that are not estimated."""
-        return [seconds for _, seconds, _, known in self._items if not isinstance(known, Ranked)]
+    def expected(self) -> list[float]:
+        """Return the seconds expected of candidates that were computed and are not estimated."""
+        return [seconds for _, seconds, _, known in self._items if isinstance(known, Computed)]
 
     def estimated(self) -> list[Ranked]:
         """Return the candidates that are estimated, and not ranked yet."""
