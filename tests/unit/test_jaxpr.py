@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as fused_attention
+from jax.experimental import pallas as pl
 from jax.experimental.sparse import BCOO
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding
@@ -51,6 +52,7 @@ PARAMETERS = {
     "gather": ("dimension_numbers", "fill_value", "mode", "slice_sizes"),
     "jit": ("jaxpr", "name"),
     "pad": ("padding_config",),
+    "pallas_call": ("grid_mapping", "jaxpr"),
     "psum_invariant": ("axes",),
     "pure_callback": ("result_avals",),
     "ragged_dot_general": ("ragged_dot_dimension_numbers",),
@@ -228,6 +230,10 @@ def attention(x):
         return jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn")
 
 
+def copied(x_ref, out_ref):
+    out_ref[...] = x_ref[...]
+
+
 EXAMPLES = {
     "all_gather_invariant": by_hand(lambda x: lax.all_gather(x, "a", to="invarying")),
     "argmax": jnp.argmax,
@@ -251,6 +257,7 @@ EXAMPLES = {
     "gather": lambda x: x[jnp.argmax(x, 0)],
     "jit": jax.jit(jnp.sin),
     "pad": lambda x: jnp.pad(x, 1),
+    "pallas_call": pl.pallas_call(copied, out_shape=jax.ShapeDtypeStruct((4, 4), jnp.float32)),
     "psum_invariant": by_hand(lambda x: lax.psum(x, "a")),
     "pure_callback": lambda x: jax.pure_callback(
         np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
