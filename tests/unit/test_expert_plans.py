@@ -107,8 +107,8 @@ def alone(machine):
                        for count, kind in machine.groups if count in (2, 4))]  # fmt: skip
 
 
-def by_hand(task, batch, rules, machine):
-    """The estimates of plans by hand that fit, fastest first."""
+def fastest_by_hand(task, batch, rules, machine):
+    """The estimate of the fastest plan by hand that fits."""
     rows = jax.tree.leaves(batch)[0].shape[0]
     estimates = []
     for some in alone(machine):
@@ -119,7 +119,7 @@ def by_hand(task, batch, rules, machine):
                 continue
             if estimated.fits:
                 estimates.append(estimated)
-    return sorted(estimates, key=lambda estimated: estimated.seconds)
+    return min(estimates, key=lambda estimated: estimated.seconds)
 
 
 GRID = [*itertools.product(NETWORKS, MACHINES)]
@@ -135,20 +135,8 @@ def test_no_expert_is_faster(request, network, machine):
         request.getfixturevalue("x64")  # as the zoo has them
     task, batch, rules = NETWORKS[network]()
     found = px.search(task, optax.adam(1e-3), batch, MACHINES[machine])
-    fastest = by_hand(task, batch, rules, MACHINES[machine])
-    assert found.ranked[0].seconds <= fastest[0].seconds * (1 + 1e-9), fastest[0]
-    # Nor is any faster than the bound of those that were not estimated, on one kind of devices.
-    looked_at = {sizes_of(one.plan) for one in (*found.ranked, *found.slower)}
-    left = [one for one in fastest if sizes_of(one.plan) not in looked_at]
-    if not MACHINES[machine].groups and left:
-        assert found.least_left <= left[0].seconds * (1 + 1e-9), left[0]
-
-
-def sizes_of(plan):
-    return (
-        plan.data, plan.pipeline, plan.tensor, plan.microbatches, plan.zero, plan.remat,
-        plan.schedule,
-    )  # fmt: skip
+    by_hand = fastest_by_hand(task, batch, rules, MACHINES[machine])
+    assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9), by_hand
 
 
 def test_on_uneven_machines_the_devices_of_the_best_plan_are_named():
