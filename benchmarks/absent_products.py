@@ -17,9 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 import plurax as px
+from plurax.analysis.compiled_schedule import walk_schedule
 from plurax.analysis.machine_model import ProductTime, fit_products
 from plurax.hlo.text import parse
 from plurax.targets import Target
@@ -38,7 +40,6 @@ KERNELS: list[Callable[..., Any]] = [
     lambda a, b: jax.nn.gelu(a) + b,
     lambda a, b: jnp.where(a > 0, a, b),
 ]
-NEVER = 10**13  # cycles above which an estimate is none
 
 
 def seconds(target: Target, fun: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any) -> float:
@@ -46,12 +47,8 @@ def seconds(target: Target, fun: Callable[..., Any], *shapes: tuple[int, ...], d
     device = SingleDeviceSharding(px.topology(target.name)[0])
     args = [jax.ShapeDtypeStruct(shape, dtype, sharding=device) for shape in shapes]
     module = parse(jax.jit(fun).lower(*args).compile().as_text())
-    cycles = [
-        int(instruction.attribute(r'estimated_cycles":"(\d+)"') or 0)
-        for instruction in module.computations[module.entry]
-    ]
-    assert target.clock is not None
-    return sum(count for count in cycles if count < NEVER) / target.clock
+    mesh = jax.sharding.Mesh(np.array(px.topology(target.name)[:1]), ("device",))
+    return walk_schedule(module, mesh, target.machine, target.clock).computing
 
 
 def main() -> int:

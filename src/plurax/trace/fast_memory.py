@@ -1,7 +1,7 @@
 """Which values of a block stay in a TPU's fast memory, and so cost no traffic.
 
-Beside the matrix units of a TPU lies a memory that is ten times as fast as the large one, of 64 or
-128 MiB. Its compiler places there what one kernel computes and later ones read, as long as there is
+Beside the matrix units of a TPU lies a memory that is faster than the large one, of 64 or 128 MiB
+(`presets.toml`). Its compiler places there what one kernel computes and later ones read, as long as there is
 room; those in use the shortest come first, as in the plan of memory (`plurax.trace.liveness`).
 
     128 MiB, less 16 for kernels            bytes      computed, last read   traffic
@@ -17,6 +17,7 @@ Source: XLA's memory space assignment, `memory_space_assignment.h`.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from plurax.trace.kernels import Kernel
 from plurax.trace.step_trace import COLLECTIVES, Value
@@ -38,7 +39,7 @@ def near_values(kernels: Sequence[Kernel], fast_memory: float) -> set[Value]:
         last.update(dict.fromkeys(kernel.reads, index))
         computed.update(dict.fromkeys(kernel.outputs, index))
     spans = {v: range(at, last[v] + 1) for v, at in computed.items() if v in last and v not in far}
-    return _placed(spans, fast_memory)
+    return placed(spans, {value: value.bytes for value in spans}, fast_memory)
 
 
 def resident_values(loop: Kernel, fast_memory: float) -> set[Value]:
@@ -52,12 +53,15 @@ def resident_values(loop: Kernel, fast_memory: float) -> set[Value]:
     return read | {end for start, end in body.carried if start in read and end is not None}
 
 
-def _placed(spans: Mapping[Value, range], room: float) -> set[Value]:
-    """Return the values for which there is room while they are in use."""
+Held = TypeVar("Held")
+
+
+def placed(spans: Mapping[Held, range], sizes: Mapping[Held, int], room: float) -> set[Held]:
+    """Return what there is room for while it is in use, `spans` of kernels; the shortest first."""
     used: Counter[int] = Counter()
-    placed = set()
-    for value, span in sorted(spans.items(), key=lambda item: len(item[1])):
-        if max(used[index] for index in span) + value.bytes <= room:
-            used.update(dict.fromkeys(span, value.bytes))
-            placed.add(value)
-    return placed
+    inside = set()
+    for held, span in sorted(spans.items(), key=lambda item: len(item[1])):
+        if max(used[index] for index in span) + sizes[held] <= room:
+            used.update(dict.fromkeys(span, sizes[held]))
+            inside.add(held)
+    return inside

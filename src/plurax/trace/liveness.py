@@ -24,7 +24,6 @@ Sources: XLA's `BufferAssignment` and `GlobalDecreasingSizeBestFitHeap`
 """
 
 import bisect
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from plurax.jaxpr.compat import REDUCTIONS
 from plurax.trace import xla_cpu
 from plurax.trace.compiler_rules import CompilerRules, rules_of_memory
 from plurax.trace.compilers import rules_of
+from plurax.trace.fast_memory import placed
 from plurax.trace.kernel_order import breadth_first, depth_first, gradients_late, list_order
 from plurax.trace.kernels import SAME, Kernel, kernels
 from plurax.trace.product_operands import only_multiplied
@@ -301,15 +301,9 @@ def outside(buffers: Sequence[Buffer], fast_memory: int) -> list[Buffer]:
     largest operand of the next one, which is fetched meanwhile.
     """
     room = fast_memory - max((b.size for b in buffers if 2 * b.size <= fast_memory), default=0)
-    used: Counter[int] = Counter()
-    left = []
-    for buffer in sorted(buffers, key=lambda buffer: buffer.end - buffer.start):
-        clocks = range(buffer.start, buffer.end + 1)
-        if max(used[clock] for clock in clocks) + buffer.size <= room:
-            used.update(dict.fromkeys(clocks, buffer.size))
-        else:
-            left.append(buffer)
-    return left
+    spans = {buffer: range(buffer.start, buffer.end + 1) for buffer in buffers}
+    inside = placed(spans, {buffer: buffer.size for buffer in buffers}, room)
+    return [b for b in sorted(buffers, key=lambda b: len(spans[b])) if b not in inside]
 
 
 def _packed(buffers: Sequence[Buffer], key: Callable[[Buffer], tuple[int, ...]]) -> int:
