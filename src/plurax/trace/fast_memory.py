@@ -1,8 +1,9 @@
 """Which values of a block stay in a TPU's fast memory, and so cost no traffic.
 
 Beside the matrix units of a TPU lies a memory that is faster than the large one, of 64 or 128 MiB
-(`presets.toml`). Its compiler places there what one kernel computes and later ones read, as long as there is
-room; those in use the shortest come first, as in the plan of memory (`plurax.trace.liveness`).
+(`presets.toml`). Its compiler places there what one kernel computes and later ones read, as long as
+there is room; those in use the shortest come first, as in the plan of memory
+(`plurax.trace.liveness`).
 
     128 MiB, less 16 for kernels            bytes      computed, last read   traffic
     h = x w      (4096, 4096) float32       64 MiB     0, 1                  none
