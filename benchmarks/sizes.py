@@ -294,14 +294,14 @@ class BlockCase:
 
 @dataclasses.dataclass(frozen=True)
 class PlansCase:
-    """Plans of a network whose steps are predicted and measured, in `repeats` turns."""
+    """Plans of a network, or of `members`, whose steps are predicted, and measured in turns."""
 
     name: str
     network: Network
     batch: int
     plans: tuple[dict[str, Any], ...]
-    rules: dict[str, tuple[Any, ...]]
     repeats: int
+    members: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,17 +394,24 @@ class RecoveryCase:
 
 
 def plans_to_compare() -> tuple[dict[str, Any], ...]:
-    """Forty plans for at most 8 devices: more and less work, on more and fewer of them."""
-    plans: list[dict[str, Any]] = [{}, {"remat": "dots"}, {"remat": "full"}, {"microbatches": 4}]
-    for data in (2, 4, 8):
-        plans += [{"data": data, "zero": zero} for zero in (0, 1, 2, 3)]
-        plans += [{"data": data, "remat": remat} for remat in ("dots", "full")]
-        plans += [{"data": data, "zero": 1, "microbatches": count} for count in (2, 4)]
-    for tensor in (2, 4):
-        plans += [{"tensor": tensor}, {"tensor": tensor, "remat": "full"}]
-        plans += [{"tensor": tensor, "data": 2, "zero": zero} for zero in (0, 1, 3)]
-        plans += [{"tensor": tensor, "data": 2, "microbatches": 2}]
-    return tuple(plans)
+    """Twelve plans for one device: more and less work, in larger and smaller parts.
+
+    Virtual devices share the cores, so plans that differ in their devices are not among them.
+    """
+    return tuple(
+        {"microbatches": count, "remat": remat}
+        for count in (1, 4, 16, 64)
+        for remat in ("none", "dots", "full")
+    )
+
+
+def chunks_to_compare() -> tuple[dict[str, Any], ...]:
+    """Ten plans of a population on one device: chunks, and microbatches of their rows."""
+    return tuple(
+        {"chunk": chunk, "microbatches": count, "batch_dim": "major"}
+        for chunk in (1, 2, 4, 16, 96)
+        for count in (1, 4)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -516,10 +523,6 @@ _SOURCES = (
 _SMALL_STEPS = ("NumPy arrays", "a PyTorch DataLoader")
 _COPIES = {"data=2": {"data": 2}, "data=4": {"data": 4}, "data=4, zero=1": {"data": 4, "zero": 1}}
 _TRANSFORMER = Transformer(layers=4, width=256, heads=4, vocabulary=256, length=64)
-_COLUMN_AND_ROW = {
-    **{f"blocks/{name}": (None, None, "tensor") for name in ("query", "key", "value", "up")},
-    **{f"blocks/{name}": (None, "tensor", None) for name in ("out", "down")},
-}
 """Megatron's rules for the transformer."""
 _GPT3 = {"depth": 96, "width": 12288, "heads": 96}
 _MT_NLG = {"depth": 105, "width": 20480, "heads": 128}
@@ -668,10 +671,24 @@ FULL = Sizes(
         PlansCase(
             "the transformer, 3.2M parameters",
             _TRANSFORMER,
-            32,
+            64,
             plans_to_compare(),
-            _COLUMN_AND_ROW,
-            repeats=5,
+            repeats=7,
+        ),
+        PlansCase(
+            "a perceptron",
+            Mlp((784, 1024, 1024, 1024, 10)),
+            512,
+            plans_to_compare(),
+            repeats=9,
+        ),
+        PlansCase(
+            "96 small perceptrons",
+            Mlp((64, 32, 32, 10)),
+            64,
+            chunks_to_compare(),
+            repeats=15,
+            members=96,
         ),
     ),
     servers=(
@@ -839,7 +856,7 @@ QUICK = Sizes(
         ),
     ),
     blocks=(BlockCase("2 devices", 32, 2, 8, 4, mesh=(2,), nodes=1, repeats=1),),
-    plans=(PlansCase("the transformer, tiny", _TINY, 8, ({}, {"data": 2}), {}, repeats=1),),
+    plans=(PlansCase("the transformer, tiny", _TINY, 8, ({}, {"microbatches": 2}), repeats=1),),
     servers=(
         ServersCase(
             "tiny",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from benchmarks import charts, maxtext
 from benchmarks.harness import Worker
-from benchmarks.planning import agreement
+from benchmarks.planning import ranking
 from benchmarks.recovery import Recovery, recovered
 from benchmarks.report import ROOT, TITLES, newest, table
 from benchmarks.uneven import epochs_to
@@ -254,12 +254,11 @@ def test_a_block_is_searched_anew_in_each_turn():
         assert all(worker.run(side) > 0 for side in ("mesh given", "search"))
 
 
-def test_agreement_counts_pairs_that_differ_enough():
-    predicted = {"a": 1.0, "b": 1.1, "c": 2.0, "d": 4.0}
-    same = {"a": 5.0, "b": 4.0, "c": 6.0, "d": 9.0}
-    assert agreement(predicted, same) == 1.0, "a and b are too near to each other to count"
-    assert agreement(predicted, {**same, "d": 5.5}) == pytest.approx((4 - 1) / 5)
-    assert agreement(predicted, {name: -one for name, one in same.items()}) == -1.0
+def test_plans_are_ranked_by_medians_and_by_single_turns():
+    predicted = {name: {"seconds": seconds} for name, seconds in zip("abc", (1, 2, 3), strict=True)}
+    turns = {"a": [10, 10, 99], "b": [20, 40, 20], "c": [30, 30, 30]}
+    measured = {name: {"turns": own} for name, own in turns.items()}
+    assert ranking(predicted, measured) == (1.0, [1.0, 0.5, -0.5])
 
 
 def test_every_group_that_is_compared_is_in_a_picture():

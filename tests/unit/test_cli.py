@@ -577,12 +577,8 @@ def test_an_estimate_of_an_experiment(workplace, capsys):
 
 
 def test_mistakes_about_estimates(workplace, capsys):
-    code, _, err = run(capsys, "estimate", "small.py", "--members.seeds", 3)
-    assert (code, "plurax estimate is for one network" in err) == (2, True)
     code, _, err = run(capsys, "estimate", "small.py", "--machine", "a.toml", "--nodes", 4)
     assert (code, "--machine 8xA100-80GB --nodes 4" in err) == (2, True)
-    code, _, err = run(capsys, "plan", "small.py", "--machine", "A100-80GB", "--members.seeds", 3)
-    assert (code, "plurax plan --machine is for one network" in err) == (2, True)
     for command in ("plan", "train"):
         code, _, err = run(capsys, command, "small.py", "--nodes", 4)
         assert (code, "--machine 8xA100-80GB --nodes 4" in err) == (2, True)
@@ -620,7 +616,6 @@ def test_two_plans_are_compared(workplace, capsys):
             "other.toml is not a plan that can run: the plan has a strategy for equation 4",
         ),
         ("a.toml a.toml --diff none.py", "none.py: no such file"),
-        ("a.toml a.toml --diff small.py --members.seeds 3", "plan --diff is for one network"),
         ("a.toml a.toml --diff small.py --plan.data 3", "Unrecognized options: --plan.data, 3"),
         ("a.toml a.toml --diff small.py --search", "Unrecognized options: --search"),
     ],
@@ -695,10 +690,28 @@ def test_a_found_plan_runs_beside_its_estimate_and_its_machine_learns(
     assert "predicted on 'slow', and the machine to correct is 'A100-80GB'" in err
 
 
+def test_a_population_is_estimated_compared_and_searched(workplace, capsys):
+    many = ("--machine", "8xA100-80GB", "--members.seeds", 12)
+    code, out, _ = run(capsys, "estimate", "small.py", *many, "--plan.member", 4)
+    assert (code, " examples, 12 members\n" in out) == (0, True)
+    px.Plan(member=2).save("two.toml")
+    px.Plan(member=4).save("four.toml")
+    code, out, _ = run(capsys, "plan", "two.toml", "four.toml", "--diff", "small.py", *many)
+    assert code == 0
+    assert re.search(r"member +2 +4", out)
+    search = ("--search", "--evaluations", 3, "--save", "found.toml")
+    code, out, _ = run(capsys, "plan", "small.py", *search, *many)
+    assert code == 0
+    assert re.search(r"^1  .* of 74.5 GiB  member=\d, chunk=", out, re.MULTILINE)
+    assert px.Plan.load("found.toml").chunk is not None
+    code, out, _ = run(capsys, "plan", "small.py", "--machine", "8xA100-80GB",
+                       "--members.seeds", 3, "--plan.member", 1)  # fmt: skip
+    assert code == 0
+    assert re.search(r"^predicted  .* on 8xA100-80GB\ncompiled ", out, re.MULTILINE)
+
+
 def test_mistakes_about_searches(workplace, capsys):
     search = ("plan", "small.py", "--search", "--machine", "A100-80GB")
-    code, _, err = run(capsys, *search, "--members.seeds", 3)
-    assert (code, "finds the plan of one network" in err) == (2, True)
     code, _, err = run(capsys, *search, "--memory", "lots")
     assert (code, "is no number of bytes above 0: write 40GB" in err) == (2, True)
     code, _, err = run(capsys, *search, "--memory", "40B")

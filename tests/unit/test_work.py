@@ -197,6 +197,21 @@ def test_what_is_read_in_another_order_is_not_joined():
     assert on_gpu(lambda x: (jnp.tanh(x), 2 * x.T), square).kernels == 2
 
 
+def test_what_products_read_transposed_is_computed_once():
+    """The kernel of a product with its tanh is not computed for each product that reads it."""
+
+    def fun(x, w, v):
+        h = jnp.tanh(jnp.einsum("bi,mij->bmj", x, w))
+        return jnp.einsum("bmj,mjk->mbk", h, v), jnp.einsum("bmj,bmk->mjk", h, h)
+
+    shapes = ((64, 32), (5, 32, 48), (5, 48, 16))
+    jaxpr = jax.make_jaxpr(fun)(*(jnp.zeros(shape) for shape in shapes)).jaxpr
+    block = Flattener({}).block(jaxpr, [Value(var.aval) for var in jaxpr.invars])
+    flops = 2 * 5 * 64 * (32 * 48 + 48 * 16 + 48 * 48)
+    for platform in ("cpu", "gpu", "tpu"):
+        assert work(block, {}, rules_of(platform)).product_flops == flops
+
+
 def test_a_product_with_what_follows_it_is_a_product():
     x, w = jax.ShapeDtypeStruct((64, 32), FLOAT), jax.ShapeDtypeStruct((32, 16), FLOAT)
     found = on_gpu(lambda x, w: jnp.tanh(x @ w), x, w)

@@ -13,8 +13,11 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.execute.recorder import record_steady_step
+from plurax.execute.check import check_kinds
+from plurax.execute.population import HyperFn
+from plurax.execute.recorder import record_population, record_steady_step
 from plurax.machine import Machine
+from plurax.members import Members
 from plurax.notebook import html_table, text_table
 from plurax.plan import Plan
 from plurax.task import Task
@@ -42,6 +45,8 @@ class Estimate:
     - `bytes_sent`: in a step, by mesh axes.
     - `product_flops`: operations of matrix products in a step; of a pipeline, of its busiest
       device.
+    - `members` of a population, each of which takes such a step; None for one network. An update
+      follows each chunk's gradients, so that its seconds are among those of `gradient`.
     """
 
     plan: Plan
@@ -52,6 +57,7 @@ class Estimate:
     memory: Mapping[str, int] = dataclasses.field(hash=False)
     bytes_sent: Mapping[str, float] = dataclasses.field(hash=False)
     product_flops: float
+    members: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -118,7 +124,8 @@ class Estimate:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the estimate as names and texts, one line for each part."""
-        rows = [("a step", f"{human_seconds(self.seconds)}, {self.batch_size} examples")]
+        of_all = "" if self.members is None else f", {self.members} members"
+        rows = [("a step", f"{human_seconds(self.seconds)}, {self.batch_size} examples{of_all}")]
         rows += [
             (f"  {name}", f"{human_seconds(part)}  {part / self.seconds:.0%}")
             for name, part in self.parts().items()
@@ -161,11 +168,18 @@ class Estimate:
 
 
 def estimate(
-    task: Task, optimizer: optax.GradientTransformation, plan: Plan, batch: PyTree, machine: Machine
+    task: Task | HyperFn,
+    optimizer: optax.GradientTransformation | HyperFn,
+    plan: Plan,
+    batch: PyTree,
+    machine: Machine,
+    members: Members | None = None,
 ) -> Estimate:
     """Return what a step will take, hold and send, without compiling it.
 
-    **Arguments:** as for `compile`; `machine`, whose devices need not be here.
+    **Arguments:** as for `compile`; `machine`, whose devices need not be here. Of a plan's `chunk`
+    and `batch_dim` for `members`, if it leaves them open, the rule of the machine's platform
+    decides; the result's `plan` has them.
 
     Raises the errors that `compile` raises while it traces the step, and `MachineError` for a plan
     of more devices than the machine has.
@@ -191,8 +205,15 @@ def estimate(
         )
     # CPUs round to a plan's `reduce_dtype`, and send as without it.
     sent = dataclasses.replace(plan, reduce_dtype=None) if machine.platform == "cpu" else plan
-    trace = record_steady_step(task, optimizer, sent, batch, machine.platform)
-    return estimate_trace(dataclasses.replace(trace, plan=plan), machine)
+    check_kinds(task, optimizer, plan, members)
+    if members is None:
+        assert isinstance(task, Task)
+        trace = record_steady_step(task, optimizer, sent, batch, machine.platform)
+        return estimate_trace(dataclasses.replace(trace, plan=plan), machine)
+    trace = record_population(task, optimizer, sent, batch, members, machine.platform)
+    plan = dataclasses.replace(trace.plan, reduce_dtype=plan.reduce_dtype)
+    estimated = estimate_trace(dataclasses.replace(trace, plan=plan), machine)
+    return dataclasses.replace(estimated, members=members.count)
 
 
 def estimate_trace(trace: StepTrace, machine: Machine) -> Estimate:

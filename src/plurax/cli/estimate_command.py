@@ -3,24 +3,24 @@
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import tyro
 from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.analysis.comparison import Comparison
-from plurax.analysis.estimate import estimate, human_seconds
+from plurax.analysis.estimate import Estimate, estimate, human_seconds
 from plurax.cli.arguments import value
-from plurax.cli.chosen import data_source, is_one_network
+from plurax.cli.chosen import data_source
 from plurax.cli.machine_command import machine_named
 from plurax.cli.options import Common, Show
 from plurax.cli.parse import parse
 from plurax.cli.parser import HELP
 from plurax.experiment import Experiment
 from plurax.machine import Machine
+from plurax.members import Members
 from plurax.plan import Plan
-from plurax.task import Task
 
 T = TypeVar("T")
 
@@ -69,8 +69,7 @@ class DiffOptions(Common):
 def estimate_command(arguments: list[str]) -> int:
     """Print the estimate of a plan."""
     experiment, options, *_ = parse(arguments, "estimate", EstimateOptions)
-    task, machine, like = to_estimate(experiment, options, "estimate")
-    estimated = estimate(task, experiment.optimizer, options.chosen_plan(), like, machine)
+    estimated = ToEstimate.of(experiment, options).estimate(options.chosen_plan())
     print(estimated)
     if options.examples is not None:
         takes = human_seconds(estimated.seconds_for(options.examples))
@@ -93,25 +92,33 @@ def diff_command(arguments: list[str]) -> int:
         )
     plans = {path: Plan.load(path) for path in paths}
     experiment, options, *_ = parse([file, *rest[len(paths) :]], "plan A B --diff", DiffOptions)
-    task, machine, like = to_estimate(experiment, options, "plan --diff")
-    estimates = {}
+    asked, estimates = ToEstimate.of(experiment, options), {}
     for path, plan in plans.items():
         try:
-            estimates[path] = estimate(task, experiment.optimizer, plan, like, machine)
+            estimates[path] = asked.estimate(plan)
         except errors.PlanError as error:
             raise errors.plan_in_a_file(path, error) from None
     print(Comparison(estimates[paths[0]], estimates[paths[1]], (paths[0], paths[1])))
     return 0
 
 
-def to_estimate(
-    experiment: Experiment, options: EstimateOptions | DiffOptions | Show, command: str
-) -> tuple[Task, Machine, PyTree]:
-    """Return the task, the machine of the options, and the shapes of a batch."""
-    if not is_one_network(experiment, options):
-        raise errors.ExperimentError(
-            f"plurax {command} is for one network, and this experiment has members, or a task that "
-            "is a function of hyperparameters. plurax plan shows what a population's program holds."
-        )
-    machine = machine_named(options.machine, options.nodes)
-    return experiment.task, machine, data_source(experiment, options)[1]
+class ToEstimate(NamedTuple):
+    """What an estimate is of, beside a plan: `like`, shapes of a batch; `members`, or None."""
+
+    task: Any
+    optimizer: Any
+    like: PyTree
+    machine: Machine
+    members: Members | None
+
+    @staticmethod
+    def of(experiment: Experiment, options: EstimateOptions | DiffOptions | Show) -> "ToEstimate":
+        """Return what an experiment and the options say."""
+        members = options.members.chosen(experiment.members)
+        machine = machine_named(options.machine, options.nodes)
+        like = data_source(experiment, options, members)[1]
+        return ToEstimate(experiment.task, experiment.optimizer, like, machine, members)
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """Return the estimate of a plan."""
+        return estimate(self.task, self.optimizer, plan, self.like, self.machine, self.members)

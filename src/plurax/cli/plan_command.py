@@ -6,11 +6,11 @@ from typing import get_args
 
 from plurax import errors, tree
 from plurax.analysis.compiled_figures import figures_text
-from plurax.analysis.estimate import Estimate, estimate
+from plurax.analysis.estimate import Estimate
 from plurax.analysis.measured import Measured
 from plurax.cli.chosen import chosen_program, data_source, written
 from plurax.cli.compile_for import print_compiled
-from plurax.cli.estimate_command import diff_command, to_estimate
+from plurax.cli.estimate_command import ToEstimate, diff_command
 from plurax.cli.options import Show
 from plurax.cli.parse import parse
 from plurax.cli.search_command import search_command
@@ -159,8 +159,7 @@ def _estimated(experiment: Experiment, options: Show, plan: Plan) -> Estimate | 
     """Return the estimate of a plan on the machine that is named, if one is."""
     if options.machine is None and options.nodes == 1:
         return None
-    task, machine, like = to_estimate(experiment, options, "plan --machine")
-    return estimate(task, experiment.optimizer, plan, like, machine)
+    return ToEstimate.of(experiment, options).estimate(plan)
 
 
 def _predicted_peak(

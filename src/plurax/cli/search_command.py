@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from plurax import errors
-from plurax.cli.chosen import data_source, is_one_network, written
+from plurax.cli.chosen import data_source, written
 from plurax.cli.compile_for import print_compiled
 from plurax.cli.machine_command import machine_named
 from plurax.cli.options import Show
@@ -24,24 +23,21 @@ _COMPILED = 3
 
 def search_command(experiment: Experiment, options: Show, plan: Plan, arguments: list[str]) -> int:
     """Rank plans, and write the best one where asked."""
-    if not is_one_network(experiment, options):
-        raise errors.PlanError(
-            "plurax plan --search finds the plan of one network, and this experiment has members. "
-            "Members never communicate: Plan(member=N) uses N devices, and --tune chooses the rest."
-        )
     if options.output is not None:
         check_matplotlib()
     if options.machine is None and options.compile_for is not None:
         machine = Target.of(options.compile_for).machine
     else:
         machine = machine_named(options.machine, options.nodes)
-    _, batch = data_source(experiment, options)
+    members = options.members.chosen(experiment.members)
+    _, batch = data_source(experiment, options, members)
     with PlainConsole(stderr=True).status("searching"):
         result = search(
             experiment.task,
             experiment.optimizer,
             batch,
             machine,
+            members=members,
             pinned=plan if options.plan_file else _given(plan, arguments),
             memory=options.memory,
             evaluations=EVALUATIONS if options.evaluations is None else options.evaluations,

@@ -55,7 +55,7 @@ from plurax.execute.rows import abstract_rows
 from plurax.execute.step import Metrics
 from plurax.hlo.memory import memory
 from plurax.jaxpr.compat import called_jaxpr, is_call
-from plurax.mesh import memory_budget, within
+from plurax.mesh import memory_budget, platform_of, within
 from plurax.plan import BatchDim, Plan
 from plurax.state import TrainState
 
@@ -154,6 +154,19 @@ def choose_chunk(plan: Plan, members: int, work: MemberWork, platform: str) -> P
     )
 
 
+def by_rule(population: Population) -> tuple[Plan, MemberWork | None]:
+    """Return a population's plan with its open choices made by `choose_chunk`, and the work of a
+    member where that was read for it."""
+    plan = population.plan
+    if needs_partitioner(population.example.task, plan):
+        # `batch_dim="minor"` is for unpartitioned members; a partitioned step keeps major.
+        plan = dataclasses.replace(plan, batch_dim=plan.batch_dim or "major")
+    if plan.chunk is not None and plan.batch_dim is not None:
+        return plan, None
+    work, platform = member_work(population), platform_of(population.mesh) or "cpu"
+    return choose_chunk(plan, population.layout.slots // plan.member, work, platform), work
+
+
 def even_chunk(members: int, target: int) -> int:
     """Return a chunk near `target`, a divisor of `members` if one is within a factor of two.
 
@@ -178,15 +191,11 @@ def choose_plan(make: Callable[[Plan], Population], plan: Plan, lower: Lower) ->
     """Return the population under the plan with `chunk` and `batch_dim` chosen, its step within the
     memory budget."""
     population = make(plan)
-    if needs_partitioner(population.example.task, plan):
-        # `batch_dim="minor"` is for unpartitioned members; a partitioned step keeps major.
-        plan = dataclasses.replace(plan, batch_dim=plan.batch_dim or "major")
-    if plan.chunk is not None and plan.batch_dim is not None:
-        return population if population.plan == plan else make(plan)
-    mesh = population.mesh
-    members, work = population.layout.slots // plan.member, member_work(population)
-    chosen = choose_chunk(plan, members, work, mesh.devices.flat[0].platform)
-    budget = memory_budget(mesh)
+    chosen, work = by_rule(population)
+    if work is None:
+        return population if population.plan == chosen else make(chosen)
+    members = population.layout.slots // plan.member
+    budget = memory_budget(population.mesh)
     # Compile to read the peak memory only where the estimate comes near the budget: a compilation
     # takes seconds, the estimate nothing.
     while (

@@ -174,7 +174,8 @@ class Population(StepFunctions):
         other.layout = MembersLayout(self.backend.layout, count, self.mesh)
 
         def many(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((count, *x.shape), x.dtype, sharding=self.metrics_sharding)
+            shape = (other.layout.slots, *x.shape)
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.metrics_sharding)
 
         word = jax.ShapeDtypeStruct((), np.uint32)
         arrays = jax.tree.map(many, MemberArrays(word, word, word, self._hyper))

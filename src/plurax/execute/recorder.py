@@ -27,12 +27,15 @@ from plurax.collective import Collective
 from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.choose import needs_partitioner
 from plurax.execute.backends.pipelined import PipelinedBackend
-from plurax.execute.check import check_kinds
+from plurax.execute.check import check_kinds, check_population
+from plurax.execute.choose_chunk import by_rule
 from plurax.execute.compiled_functions import COUNT
 from plurax.execute.network import Network
 from plurax.execute.placement import Placement, leading_dim
+from plurax.execute.population import HyperFn, Population
 from plurax.execute.step_functions import StepFunctions
 from plurax.jaxpr.compat import inner_jaxprs, open_jaxpr
+from plurax.members import Members
 from plurax.mesh import abstract_mesh, split_rows
 from plurax.pipeline.schedule import make_schedule, named
 from plurax.plan import Plan
@@ -99,6 +102,66 @@ def record_network(network: Network, placement: Placement) -> StepTrace:
             batch=held(rows, jax.tree.map(lambda leaf: leaf.sharding.spec, rows)),
         ),
         pipeline=_actions(network.backend),
+    )
+
+
+def record_population(
+    task: Task | HyperFn,
+    optimizer: Any,
+    plan: Plan,
+    batch: PyTree,
+    members: Members,
+    platform: str | None = None,
+) -> StepTrace:
+    """Return what one device does in a step of a population.
+
+    **Arguments:** as for `compile`; of the plan's open choices, `chunk` and `batch_dim`, the rule
+    of the platform decides (`choose_chunk.py`). The trace has the plan with these.
+
+    A chunk of members is updated before the next one's gradients, so all is one half: the trace's
+    `update` is its end. Raises the errors that `compile` raises while it traces the step.
+    """
+    check_population(task, optimizer, plan, members)
+    mesh = abstract_mesh(plan, platform)
+    placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
+
+    def population_of(plan: Plan) -> Population:
+        population = Population(task, optimizer, plan, mesh, placement.like, members)
+        return population.abstract_of(members.count)
+
+    plan, _ = by_rule(population_of(plan))
+    population = population_of(plan)
+    state, rows = population.layout.abstract(mesh), placement.abstract()
+    step = jax.make_jaxpr(population.step)(state, *population.arguments, rows, COUNT)
+    jaxpr, inputs, _ = _of_one_device(step)
+    arguments = [Value(var.aval) for var in jaxpr.invars]
+    block = Flattener(plan.axes).block(jaxpr, arguments)
+    of_input = dict(zip(inputs, arguments, strict=True))
+    leaves = len(jax.tree.leaves(state))
+
+    def held(tree: PyTree) -> int:
+        """Return the bytes of one device's shards."""
+        return sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(tree)
+        )
+
+    return StepTrace(
+        plan=plan,
+        batch_size=placement.size,
+        block=block,
+        state=[of_input[index] for index in range(leaves) if index in of_input],
+        arguments=arguments,
+        update=len(block.ops),
+        shardings=(),
+        partitioned=needs_partitioner(population.example.task, plan),
+        memory=PlannedMemory(
+            parameters=held(state.params),
+            optimizer=held(state.opt_state),
+            model_state=held(state.model_state),
+            gradients=0,  # of a chunk, among the temporaries
+            batch=held(rows),
+        ),
     )
 
 

@@ -36,11 +36,17 @@ class Effort:
     """
 
     def __init__(self, evaluations: int, seconds: float | None, started: float) -> None:
-        self._usual = self._experts = evaluations
+        self._usual = self._experts = self._all = evaluations
         self._solutions, self._looks = max(1, evaluations // 2), _LOOKS * evaluations
         self._end = math.inf if seconds is None else started + seconds
         self._longest = 0.0
         self.found, self.spent, self.stopped = False, 0, False
+
+    def again(self) -> "Effort":
+        """Return another effort, of as many evaluations, which ends at the same time."""
+        other = Effort(self._all, None, 0.0)
+        other._end = self._end
+        return other
 
     def allows(self, step: Step, expert: bool) -> bool:
         """Whether a step may be made, for an expert's plan or another one.

@@ -24,6 +24,7 @@ Rajbhandari et al. 2020, "ZeRO".
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 
 from plurax.machine import Machine
 from plurax.machine_fields import Level
@@ -78,15 +79,20 @@ def machines_of_kinds(machine: Machine) -> list[Machine]:
     ends = list(itertools.accumulate(count for count, _ in machine.groups))
     machines = []
     for (count, kind), end in zip(machine.groups, ends, strict=True):
-        first = end - count
-        levels: list[Level] = []
-        for level in machine.levels:
-            # A group that begins inside a node has blocks of the devices that it shares with one.
-            devices = min(math.gcd(level.devices, first), count)
-            if level is machine.levels[-1]:
-                devices = count
-            if devices > (levels[-1].devices if levels else 1):
-                levels.append(dataclasses.replace(level, devices=devices))
-        name = f"devices {first} to {end - 1} of {machine.name}, {kind.name}"
-        machines.append(dataclasses.replace(kind, name=name, levels=levels))
+        name = f"devices {end - count} to {end - 1} of {machine.name}, {kind.name}"
+        machines.append(part_of(machine.levels, kind, name, end - count, count))
     return machines
+
+
+def part_of(levels: Sequence[Level], kind: Machine, name: str, first: int, count: int) -> Machine:
+    """Return the machine that `count` devices of a kind are alone, from the `first` on, of those
+    that `levels` of links join."""
+    inside: list[Level] = []
+    for level in levels:
+        # A group that begins inside a node has blocks of the devices that it shares with one.
+        devices = min(math.gcd(level.devices, first), count)
+        if level is levels[-1]:
+            devices = count
+        if devices > (inside[-1].devices if inside else 1):
+            inside.append(dataclasses.replace(level, devices=devices))
+    return dataclasses.replace(kind, name=name, levels=inside)

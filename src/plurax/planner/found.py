@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import textwrap
 
+from plurax import errors
 from plurax.analysis.estimate import Estimate, human_seconds
 from plurax.machine import Machine
 from plurax.notebook import html_table
@@ -48,7 +49,7 @@ class Found:
       was not estimated can take, and `least_expected`, those that one is expected to take.
     - `evaluations`: how many solutions and estimates were made; `stopped`, whether a limit of time
       ended the search; `seconds` that it took.
-    - `shardings`: the searches over `tensor`, for `explain`.
+    - `shardings`: the searches over `tensor`, for `explain`; None for a population.
     """
 
     machine: Machine
@@ -63,7 +64,7 @@ class Found:
     evaluations: int
     stopped: bool
     seconds: float
-    shardings: TensorSearch
+    shardings: TensorSearch | None
 
     @functools.cached_property
     def best(self) -> Plan:
@@ -72,7 +73,8 @@ class Found:
 
     def plan(self, rank: int) -> Plan:
         """Return a plan of the ranking, 1 the fastest, with as few strategies as it needs."""
-        return self.shardings.plan(self.ranked[rank - 1].candidate, fewest=True)
+        candidate = self.ranked[rank - 1].candidate
+        return self.shardings.plan(candidate, fewest=True) if self.shardings else candidate
 
     @property
     def estimate(self) -> Estimate:
@@ -98,6 +100,11 @@ class Found:
 
         Raises `PlanError` if there is no such parameter, and says which there are.
         """
+        if self.shardings is None:
+            raise errors.PlanError(
+                f"found.explain({name!r}): the search was for a population. Search one network, "
+                "without members=, for why its parameters are split as they are."
+            )
         text = self.shardings.explain(self.ranked[0].candidate, name)
         split = [one for one in (*self.ranked, *self.slower) if one.plan.tensor > 1]
         if split and self.ranked[0].plan.tensor == 1:

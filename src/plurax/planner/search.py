@@ -40,7 +40,9 @@ from plurax.analysis.machine_timings import measure_machine
 from plurax.execute.check import check_kinds
 from plurax.execute.coupling import may_pad
 from plurax.execute.placement import abstract_batch
+from plurax.execute.population import HyperFn, example_network
 from plurax.machine import Machine
+from plurax.members import Members
 from plurax.mesh import abstract_mesh
 from plurax.plan import Plan
 from plurax.planner.candidates import (
@@ -57,6 +59,7 @@ from plurax.planner.experts import is_expert, is_plain, machines_of_kinds
 from plurax.planner.fewest import minimal
 from plurax.planner.found import Found, Ranked
 from plurax.planner.learned import Computed, Learned
+from plurax.planner.populations import search_population
 from plurax.planner.sizes import Sizes
 from plurax.planner.tensor_search import TensorSearch
 from plurax.sharding.rules import Rules
@@ -65,11 +68,12 @@ from plurax.validate import bytes_of, changed_fields, check_number, check_whole
 
 
 def search(
-    task: Task,
-    optimizer: optax.GradientTransformation,
+    task: Task | HyperFn,
+    optimizer: optax.GradientTransformation | HyperFn,
     batch: PyTree,
     machine: Machine | None = None,
     *,
+    members: Members | None = None,
     pinned: Plan | Mapping[str, Any] | None = None,
     memory: float | str | None = None,
     count: int = 5,
@@ -85,6 +89,8 @@ def search(
     - `machine`: where it is to run; by default this machine, measured in about ten seconds. Where
       its devices differ, plans on those of each kind alone are searched too; `found.machine` says
       which devices the best one uses.
+    - `members`: of a population, for which it finds how many are on how many devices, in chunks of
+      what size, and whether their rows are split (`planner/populations.py`).
     - `pinned`: a plan whose fields and sharding rules hold; what it leaves at the default is
       searched. As a dict, all its fields hold: `{"tensor": 1}` searches without `tensor`.
       `precision` is never searched, because it changes the numbers.
@@ -101,7 +107,7 @@ def search(
     """
     fields = [] if pinned is None else _pinned_fields(pinned)
     pinned = Plan(**pinned) if isinstance(pinned, Mapping) else pinned or Plan()
-    check_kinds(task, optimizer, pinned, None)
+    check_kinds(task, optimizer, pinned, members)
     count = check_whole("plurax.search", "count", count)
     evaluations = check_whole("plurax.search", "evaluations", evaluations)
     if seconds is not None:
@@ -112,7 +118,7 @@ def search(
         raise errors.machine_wrong_type(machine)
     limit = None if memory is None else bytes_of(memory)
     started = time.perf_counter()
-    wanted = _Wanted(task, optimizer, abstract_batch(batch), pinned, fields, limit, count)
+    wanted = _Wanted(task, optimizer, abstract_batch(batch), members, pinned, fields, limit, count)
     results: list[Found] = []
     refusal: errors.PlanError | None = None
     # All devices first: of equally fast plans that one is taken which needs no choice of devices.
@@ -139,9 +145,10 @@ class _Wanted:
     """What is searched: `batch`, as `jax.ShapeDtypeStruct`s; `fields` of `pinned`, which hold;
     `memory`, the bytes that a device may use, or None; `count`, of plans to rank."""
 
-    task: Task
-    optimizer: optax.GradientTransformation
+    task: Any
+    optimizer: Any
     batch: PyTree
+    members: Members | None
     pinned: Plan
     fields: Sequence[str]
     memory: float | None
@@ -153,6 +160,15 @@ def _search_on(machine: Machine, wanted: _Wanted, effort: Effort) -> Found:
     task, optimizer, like = wanted.task, wanted.optimizer, wanted.batch
     pinned, fields = wanted.pinned, wanted.fields
     limit = machine.memory if wanted.memory is None else wanted.memory
+    if wanted.members is not None:
+        alone = _of_one_member(wanted)
+        population = search_population(
+            task, optimizer, like, wanted.members, machine, pinned, fields, limit, wanted.count,
+            effort, lambda some: _search_on(some, alone, effort.again()),
+        )  # fmt: skip
+        if not population.ranked:
+            raise _nothing_fits(limit, population.refused, "fewer members, ")
+        return population
     remats = (pinned.remat,) if "remat" in fields else REMATS
     model = model_of(task, optimizer, like, pinned.precision, machine, remats)
     if not task.coupled:
@@ -188,6 +204,17 @@ def _search_on(machine: Machine, wanted: _Wanted, effort: Effort) -> Found:
     )
 
 
+def _of_one_member(wanted: _Wanted) -> _Wanted:
+    """Return the search for the first member alone."""
+    task, optimizer = example_network(wanted.task, wanted.optimizer, wanted.members)
+    pinned = dataclasses.replace(wanted.pinned, member=1, chunk=None, batch_dim=None)
+    own = ("member", "chunk", "batch_dim")
+    return dataclasses.replace(
+        wanted, task=task, optimizer=optimizer, members=None, pinned=pinned,
+        fields=[name for name in wanted.fields if name not in own],
+    )  # fmt: skip
+
+
 def _nothing_agrees(
     model: Model, machine: Machine, pinned: Plan, fields: Sequence[str]
 ) -> errors.PlanError:
@@ -218,8 +245,9 @@ def _nothing_agrees(
     )
 
 
-def _nothing_fits(memory: float, refused: Sequence[Ranked]) -> errors.PlanError:
-    """Return the error that names the three plans that come nearest to fitting."""
+def _nothing_fits(memory: float, refused: Sequence[Ranked], less: str = "") -> errors.PlanError:
+    """Return the error that names the three plans that come nearest to fitting, and what needs
+    `less`."""
     if not refused:
         return errors.PlanError(
             "every plan that agrees with what is pinned has tensor > 1, and none splits a matrix "
@@ -237,8 +265,8 @@ def _nothing_fits(memory: float, refused: Sequence[Ranked]) -> errors.PlanError:
     if all(one.why != "memory" for one in nearest):
         return errors.PlanError(f"no plan that agrees with what is pinned can be:{some}")
     return errors.PlanError(
-        f"no plan fits in {memory:,.0f} bytes per device. The nearest:{some}\nMore devices, a "
-        "smaller batch or bfloat16 need less."
+        f"no plan fits in {memory:,.0f} bytes per device. The nearest:{some}\nMore devices, {less}"
+        "a smaller batch or bfloat16 need less."
     )
 
 

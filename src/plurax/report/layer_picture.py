@@ -58,11 +58,17 @@ def draw_layer(found: Found, path: str | Path | None = None) -> "matplotlib.figu
     The guide [Pictures](../guides/pictures.md#draw_layer) shows one.
 
     **Arguments:** `found`, as `plurax.search` returns it; `path`, of the picture (its ending
-    determines the format). Raises `PlanError` if the best plan does not use `tensor`.
+    determines the format). Raises `PlanError` if the best plan does not use `tensor`, and
+    of a population.
     """
     plan = found.ranked[0].candidate
     if plan.tensor == 1:
         raise errors.search_splits_nothing(plan.sizes_text())
+    if found.shardings is None:
+        raise errors.PlanError(
+            "draw_layer draws how one network is split, and the search was for a population: "
+            "search without members=."
+        )
     solved = found.shardings.exactly(plan)
     layer = layer_of(solved)
     places, width, height = _placed(layer)
@@ -92,7 +98,7 @@ def draw_found(search: Found, directory: Path) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     written = [directory / "search.png"]
     draw_search(search, written[0])
-    if search.ranked[0].candidate.tensor > 1:
+    if search.shardings is not None and search.ranked[0].candidate.tensor > 1:
         written.append(directory / "layer.png")
         draw_layer(search, written[1])
     return written

@@ -127,7 +127,8 @@ def kernels(
             read = {value for value in op.outputs if value in needed or readers.get(value)}
             kernel = Kernel(op, rules, [kernels(inner, read, rules) for inner in op.blocks])
             written.append(kernel)
-            twins = _twins(op, kernel, readers, rules)
+            # What a product's kernel computes at its end is computed once, with the product.
+            twins = [] if op in ends.values() else _twins(op, kernel, readers, rules)
             for twin in twins:
                 twin.fuse(op)
             changed: Sequence[Kernel] = [kernel, *twins]

@@ -47,7 +47,7 @@ def estimate_run(
         raise errors.machine_wrong_type(machine)
     if program.members is not None:
         return None
-    estimated = estimate(program.task, optimizer, program.plan, like, machine)  # type: ignore[arg-type]
+    estimated = estimate(program.task, optimizer, program.plan, like, machine)
     if not (isinstance(source, ArrayData) and stays_resident(program, source, resident)):
         return estimated
     plan, steps = program.plan, source.batches_per_epoch
