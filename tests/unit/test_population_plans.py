@@ -164,6 +164,20 @@ def test_what_is_pinned_stays():
     assert found.best.devices in (4, 8)
 
 
+@pytest.mark.parametrize("pinned", [{"member": 3}, {"data": 3, "tensor": 1}], ids=str)
+def test_pinned_sizes_need_not_be_among_those_that_are_tried(pinned):
+    task, members = models.mlp_task(), px.Members(4)
+    found = px.search(task, optax.sgd(0.1), BATCH, NODE, members=members, pinned=pinned)
+    assert {name: getattr(found.best, name) for name in pinned} == pinned
+
+
+def test_a_pinned_size_that_no_machine_has():
+    with pytest.raises(px.errors.PlanError, match=r"(?s)no plan that agrees with what is pinned "
+                       r"can be:.*needs 16 devices, and 8xH100-80GB has 8"):  # fmt: skip
+        px.search(models.mlp_task(), optax.sgd(0.1), BATCH, NODE, members=px.Members(32),
+                  pinned={"member": 16})  # fmt: skip
+
+
 def test_a_population_that_fits_nowhere():
     task, batch = wide(512)
     with pytest.raises(px.errors.PlanError, match=r"(?s)no plan fits in 1,000,000 bytes.*member=8"

@@ -15,6 +15,12 @@ the products, and the kernels of one chunk. Of a layout the chunk is the platfor
 a device on GPUs and TPUs. It is cut to a quarter until the step fits, and further as long as that
 is faster, which it is where a chunk then stays in a TPU's fast memory. If one member alone does not
 fit, its activations are computed anew, and its rows split into microbatches.
+
+Large members are searched as one network on the devices that each of them has, with all that a plan
+may split, and then estimated together. 5 perceptrons of 134 million parameters on 8 A100:
+
+    member=5                       50.3 ms    3 devices idle
+    data=2, tensor=4, zero=3       35.8 ms    all devices compute each member
 """
 
 import dataclasses
@@ -35,24 +41,27 @@ from plurax.planner.experts import part_of
 from plurax.planner.found import Found, Ranked
 
 
-def layouts(members: int, devices: int, rows: int) -> list[tuple[int, int]]:
+def layouts(
+    members: int, devices: int, rows: int, member: int | None = None, data: int | None = None
+) -> list[tuple[int, int]]:
     """Return the pairs of `member` and `data` to look at: the least work first, after a plain one.
 
-    Of the sizes of `member` that give the busiest device equally many members, the smallest.
+    Of the sizes of `member` that give the busiest device equally many members, the smallest; or
+    those that are given.
 
     >>> layouts(3, 8, 64)
-    [(3, 1), (3, 2), (2, 4), (1, 8), (2, 2), (1, 4), (2, 1), (1, 2), (1, 1)]
+    [(3, 1), (1, 8), (3, 2), (2, 4), (1, 4), (2, 2), (1, 2), (2, 1), (1, 1)]
     """
     most = min(members, devices)
-    sizes = sorted({-(-members // -(-members // member)) for member in range(1, most + 1)})
+    sizes = sorted({-(-members // -(-members // size)) for size in range(1, most + 1)})
     pairs = []
-    for member in sizes:
-        data = min(devices // member, rows)
-        while data >= 1:
-            pairs.append((member, data))
-            data //= 2
+    for size in sizes if member is None else [member]:
+        parts = data or max(1, min(devices // size, rows))
+        while parts >= 1:
+            pairs.append((size, parts))
+            parts = 0 if data else parts // 2
     # Of equal work first those that send least. A plain one says what starting kernels takes.
-    plain = (sizes[-1], 1)
+    plain = max(pairs, default=None, key=lambda pair: (-pair[1], pair[0]))
     return sorted(pairs, key=lambda pair: (pair != plain, share(members, *pair), pair[1]))
 
 
@@ -82,38 +91,24 @@ def search_population(
 
     **Returns:** the ranked plans, none of them if nothing fits.
     """
-    pairs = [
-        pair
-        for pair in layouts(members.count, machine.devices, leading_dim(batch))
-        if ("member" not in fields or pair[0] == pinned.member)
-        and ("data" not in fields or pair[1] == pinned.data)
-    ]
+    held = [getattr(pinned, axis) if axis in fields else None for axis in ("member", "data")]
+    pairs = layouts(members.count, machine.devices, leading_dim(batch), *held)
     run = _Estimates(task, optimizer, batch, members, machine, memory, effort)
-    left = math.inf
-
-    def worth(member: int, devices: int, allowed: bool) -> bool:
-        """Whether members that so many devices share may be faster than the best so far."""
-        nonlocal left
-        bound = run.bound(member, devices)
-        wanted = allowed and bound <= run.best * (1 - _SAME)
-        left = left if wanted else min(left, bound)
-        return wanted
-
     for member, data in pairs if pinned.tensor == pinned.pipeline == 1 else ():
         start = dataclasses.replace(pinned, member=member, data=data)
         if run.state(member) > memory and pinned.zero == 0:
             run.refused.append(Ranked(start, start, None, run.state(member), "memory"))
-        elif worth(member, data, effort.allows("estimate", False)):
+        elif run.worth(member, data, effort.allows("estimate", False)):
             run.look(start, fields)
     alone: list[Found] = []
-    sizes = sorted({(share(members.count, m, machine.devices // m), m) for m, _ in pairs})
-    for _, member in sizes:
-        devices = machine.devices // member
-        if devices > 1 and worth(member, devices, len(alone) < _SIZES):
+    sharing = {member: max(1, machine.devices // member) for member, _ in pairs}
+    for member in sorted(sharing, key=lambda size: share(members.count, size, sharing[size])):
+        devices = sharing[member]
+        if devices > 1 and run.worth(member, devices, len(alone) < _SIZES):
             own = {"member": member, "chunk": pinned.chunk, "batch_dim": pinned.batch_dim}
             for search in run.of_one(search_one, devices, own, fields):
                 alone.append(search)
-                left = min(left, run.bound_by(search, member))
+                run.left = min(run.left, run.bound_by(search, member))
     ranked = sorted(run.ranked, key=lambda plan: (plan.seconds, plan.plan.devices))
     return Found(
         machine=machine,
@@ -123,7 +118,7 @@ def search_population(
         refused=tuple(run.refused),
         over=0,
         candidates=len(pairs),
-        least_left=min(left, run.best),
+        least_left=min(run.left, run.best),
         least_expected=run.best,
         evaluations=effort.spent + sum(one.evaluations for one in alone),
         stopped=effort.stopped or any(one.stopped for one in alone),
@@ -136,7 +131,8 @@ class _Estimates:
     """The estimates of a population's plans so far.
 
     **Attributes:** `ranked`, the plans that fit, in the order of looking; `refused`, the others;
-    `best`, the seconds of the fastest.
+    `best`, the seconds of the fastest; `left`, the least seconds that what was not looked at can
+    take.
     """
 
     def __init__(
@@ -153,7 +149,7 @@ class _Estimates:
         self._machine, self._limit, self._effort = machine, limit, effort
         self.ranked: list[Ranked] = []
         self.refused: list[Ranked] = []
-        self.best = math.inf
+        self.best = self.left = math.inf
         # The seconds of products of a member's batch, and of starting the kernels of a chunk; the
         # bytes of a member's state.
         self._products, self._start, self._state = 0.0, 0.0, 0.0
@@ -162,6 +158,14 @@ class _Estimates:
         """Return the least seconds that a step can take where so many devices share a member, by
         what is known so far."""
         return self._start + self._products * share(self._members.count, member, devices)
+
+    def worth(self, member: int, devices: int, allowed: bool) -> bool:
+        """Whether to look at members that so many devices share: they may be the fastest."""
+        bound = self.bound(member, devices)
+        wanted = allowed and bound <= self.best * (1 - _SAME)
+        if not wanted:
+            self.left = min(self.left, bound)
+        return wanted
 
     def bound_by(self, alone: Found, member: int) -> float:
         """Return the least seconds for all members by the bound of the search for one."""
