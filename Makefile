@@ -14,6 +14,9 @@ INTEGRATIONS := .venv-integrations
 # bytecode: that takes longer than to compile what is imported.
 FEW = --quiet --disable-pip-version-check --no-compile -c constraints.txt
 TESTING = beartype hypothesis pytest pytest-xdist
+# Hundreds of processes import the same files: each is compiled to bytecode once, even where a
+# container says that none is kept, as most images of Python do.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-ci test-gangs test-absent environments compilers chromium test-newest test-integrations test-all test-faults test-mutants lint format bench bench-maxtext echarts docs constraints package clean
 

@@ -24,7 +24,8 @@ import io
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import docstring_parser
@@ -236,7 +237,8 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
     return MISSING_NONPROP if field.default is dataclasses.MISSING else field.default
 
 
-def field_texts(kind: type) -> dict[str, str]:
+@functools.lru_cache(maxsize=64)  # it parses source code, and an option is read more than once
+def field_texts(kind: type) -> Mapping[str, str]:
     """Return the docstring of each field of a dataclass, on one line."""
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
@@ -244,4 +246,4 @@ def field_texts(kind: type) -> dict[str, str]:
             fields = docstring_parser.parse_from_object(base).params
             texts |= {field.arg_name: " ".join((field.description or "").split())
                       for field in fields}  # fmt: skip
-    return texts
+    return MappingProxyType(texts)
