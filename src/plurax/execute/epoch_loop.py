@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int, PyTree
 
+from plurax.execute.over_members import traced_once
 from plurax.execute.step import Metrics, Step
 from plurax.state import TrainState
 
@@ -64,6 +65,8 @@ def make_loop(step: Step, where: NamedSharding) -> Loop:
         first: Int[Array, ""],
         stop: Int[Array, ""],
     ) -> tuple[TrainState, Metrics]:
+        once = traced_once(step)  # for the shapes of its metrics, and in the loop
+
         def take(t: Int[Array, ""]) -> PyTree:
             chosen = jax.tree.map(lambda leaf: leaf.at[rows[t]].get(mode="promise_in_bounds"), data)
             return jax.lax.with_sharding_constraint(chosen, where)
@@ -72,10 +75,10 @@ def make_loop(step: Step, where: NamedSharding) -> Loop:
             t: Int[Array, ""], carry: tuple[TrainState, Metrics]
         ) -> tuple[TrainState, Metrics]:
             state, metrics = carry
-            state, now = step(state, take(t), counts[t])
+            state, now = once(state, take(t), counts[t])
             return state, jax.tree.map(lambda all_, one: all_.at[t].set(one), metrics, now)
 
-        _, shapes = jax.eval_shape(lambda: step(state, take(first), counts[first]))
+        _, shapes = jax.eval_shape(lambda: once(state, take(first), counts[first]))
         metrics = jax.tree.map(lambda s: jnp.zeros((rows.shape[0],), s.dtype), shapes)
         return jax.lax.fori_loop(first, stop, body, (state, metrics))
 
