@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import os
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import pytest
 
 from tests import browser
 
-pytestmark = [pytest.mark.slow, browser.needed]
+pytestmark = [pytest.mark.ci, browser.needed]
 REPOSITORY = Path(__file__).parents[1]
 PAGES = ["", "tutorial/", "choosing-a-plan/", "how-do-i/", "faq/", "guides/pipelines/",
          "guides/optimizers/", "guides/extending/", "coming-from/jax/", "performance/"]  # fmt: skip
@@ -51,10 +52,11 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The address of the site, built and served."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
-    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300, capture_output=True)
+    """The address of the site, built and served, or of the one that `PLURAX_TEST_SITE` names."""
+    folder = Path(os.environ.get("PLURAX_TEST_SITE") or tmp_path_factory.mktemp("site"))
+    if "PLURAX_TEST_SITE" not in os.environ:
+        command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+        subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300, capture_output=True)
     handler = functools.partial(Quiet, directory=folder)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
