@@ -85,7 +85,9 @@ FURTHER = (
     "tests/parity/test_early_reduction.py::test_a_step_is_that_by_hand[one microbatch",
     "tests/parity/test_early_reduction.py::test_a_step_is_that_by_hand[tensor, zero 1-loss]",
     "tests/parity/test_early_reduction.py::test_a_step_is_that_by_hand[tensor-loss]",
+    "tests/parity/test_early_reduction.py::test_a_step_is_that_by_hand[tensor-tied",
     "tests/parity/test_early_reduction.py::test_a_step_is_that_by_hand[two microbatches-loss]",
+    "tests/parity/test_early_reduction.py::test_a_step_is_that_by_hand[two microbatches-tied",
     "tests/parity/test_early_reduction.py::test_a_step_is_that_by_hand[zero 1",
     "tests/parity/test_early_reduction.py::"
     "test_layers_are_reduced_in_their_loop_and_nothing_is_sent_twice[tensor, zero 1]",
@@ -105,6 +107,9 @@ FURTHER = (
     "tests/parity/test_freezing.py::test_stages_sum_no_gradient_of_frozen_parameters[marked]",
     "tests/parity/test_freezing.py::test_stages_sum_no_gradient_of_frozen_parameters[stack]",
     "tests/parity/test_fused_attention.py::test_any_plan_equals_one_device[0-True-1-",
+    "tests/parity/test_fused_attention.py::test_any_plan_equals_one_device[0-True-2-full",
+    "tests/parity/test_fused_attention.py::test_any_plan_equals_one_device[0-True-2-microbatches",
+    "tests/parity/test_fused_attention.py::test_any_plan_equals_one_device[0-True-2-zero",
     "tests/parity/test_fused_attention.py::test_any_plan_equals_one_device[0-True-4-",
     "tests/parity/test_fused_attention.py::test_any_plan_equals_one_device[1-",
     "tests/parity/test_halves.py::test_a_step_is_its_halves_bit_for_bit[data]",
@@ -152,14 +157,19 @@ FURTHER = (
     "test_a_cpu_rounds_before_and_after_and_sends_float32[tensor, zero 3]",
     "tests/parity/test_reduce_dtype.py::"
     "test_a_cpu_rounds_before_and_after_and_sends_float32[zero 1]",
+    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[data-21]",
     "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[microbatches",
     "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[one device",
     "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[pipeline that",
+    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[pipeline, tensor-24]",
     "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[pipeline, zero",
+    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[pipeline-",
     "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[tensor, zero",
+    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[tensor-24]",
     "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[zero 1",
     "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[zero 2",
     "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[zero 3, each",
+    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[zero 3-21]",
     "tests/parity/test_reduce_dtype.py::"
     "test_gradients_reduced_in_the_backward_pass_are_those_by_hand[zero 1]",
     "tests/parity/test_reduce_dtype.py::test_members_are_those_by_hand[plan2]",
@@ -190,6 +200,7 @@ FURTHER = (
     "test_a_value_that_python_cannot_print_is_refused_in_our_words[Machine]",
     "tests/unit/test_argument_check.py::"
     "test_a_value_that_python_cannot_print_is_refused_in_our_words[Servers]",
+    "tests/unit/test_batch.py::test_random_keys_are_padded_as_other_rows[Plan()]",
     "tests/unit/test_batch_size.py::test_found_fits_and_next_does_not[task0-plan0]",
     "tests/unit/test_batch_size.py::test_found_fits_and_next_does_not[task1-plan1]",
     "tests/unit/test_batch_size.py::test_the_budget_has_a_default_on_cpu",
@@ -197,12 +208,30 @@ FURTHER = (
     "tests/unit/test_callbacks.py::test_steps_are_limited[servers]",
     "tests/unit/test_callbacks.py::test_the_average_is_that_of_a_loop_by_hand[members]",
     "tests/unit/test_callbacks.py::test_who_is_called_when[servers]",
+    "tests/unit/test_candidates.py::test_what_stages_send_is_what_the_step_sends[1f1b-stack]",
+    "tests/unit/test_candidates.py::test_what_stages_send_is_what_the_step_sends[1f1b-tied]",
+    "tests/unit/test_candidates.py::"
+    "test_what_stages_send_is_what_the_step_sends[eager-1f1b-boundaries]",
+    "tests/unit/test_candidates.py::test_what_stages_send_is_what_the_step_sends[eager-1f1b-tied]",
+    "tests/unit/test_candidates.py::test_what_stages_send_is_what_the_step_sends[gpipe-boundaries]",
+    "tests/unit/test_candidates.py::test_what_stages_send_is_what_the_step_sends[gpipe-stack]",
     "tests/unit/test_compiler_options.py::test_members_are_compiled_with_the_options",
     "tests/unit/test_compiler_options.py::test_workers_compile_with_the_options",
+    "tests/unit/test_expert_plans.py::test_no_expert_is_faster[small perceptron-a node]",
     "tests/unit/test_found_plans.py::test_the_bytes_of_a_solution_are_those_of_its_plan[stack-2-8]",
     "tests/unit/test_host_calls.py::test_checkpointed_loops_of_equinox_train_alike[False",
     "tests/unit/test_host_calls.py::test_checkpointed_loops_of_equinox_train_alike[True-members]",
     "tests/unit/test_host_calls.py::test_checkpointed_loops_of_equinox_train_alike[True-network]",
+    "tests/unit/test_hyperparams.py::"
+    "test_a_rate_that_a_callback_sets_trains_as_by_hand[resident-data]",
+    "tests/unit/test_hyperparams.py::"
+    "test_a_rate_that_a_callback_sets_trains_as_by_hand[resident-zero 3]",
+    "tests/unit/test_hyperparams.py::"
+    "test_a_rate_that_a_callback_sets_trains_as_by_hand[streamed-one device]",
+    "tests/unit/test_hyperparams.py::"
+    "test_a_rate_that_a_callback_sets_trains_as_by_hand[streamed-pipeline]",
+    "tests/unit/test_hyperparams.py::"
+    "test_a_rate_that_a_callback_sets_trains_as_by_hand[streamed-zero 1]",
     "tests/unit/test_hyperparams.py::"
     "test_a_run_that_is_resumed_at_any_step_goes_on_with_its_scale[2]",
     "tests/unit/test_hyperparams.py::"
@@ -213,7 +242,19 @@ FURTHER = (
     "test_a_run_that_is_resumed_at_any_step_goes_on_with_its_scale[6]",
     "tests/unit/test_hyperparams.py::"
     "test_a_run_that_is_resumed_at_any_step_goes_on_with_its_scale[7]",
+    "tests/unit/test_interleavings.py::"
+    "test_every_death_is_survived_and_accounted_for[quorum-kinds1]",
+    "tests/unit/test_interleavings.py::"
+    "test_every_death_is_survived_and_accounted_for[quorum-kinds2]",
+    "tests/unit/test_interleavings.py::test_every_death_is_survived_and_accounted_for[sync-kinds0]",
+    "tests/unit/test_interleavings.py::test_every_death_is_survived_and_accounted_for[sync-kinds2]",
     "tests/unit/test_large_numbers.py::test_a_search_on_millions_of_devices_ends",
+    "tests/unit/test_launch.py::"
+    "test_the_trace_of_a_process_whose_peer_died_is_only_in_its_file[command-raise ValueError",
+    "tests/unit/test_launch.py::"
+    "test_the_trace_of_a_process_whose_peer_died_is_only_in_its_file[command-raise jax",
+    "tests/unit/test_launch.py::"
+    "test_the_trace_of_a_process_whose_peer_died_is_only_in_its_file[script-raise errors",
     "tests/unit/test_liveness.py::test_the_peak_is_within_5_percent_of_the_compilers",
     "tests/unit/test_log_check.py::test_readers_say_what_is_missing[a digit changed]",
     "tests/unit/test_log_check.py::test_readers_say_what_is_missing[a line added]",
@@ -227,8 +268,7 @@ FURTHER = (
     "tests/unit/test_metrics.py::test_as_scikit_learn_of_all_rows[False-zero 3]",
     "tests/unit/test_metrics.py::test_as_scikit_learn_of_all_rows[True-tensor]",
     "tests/unit/test_plan.py::test_a_cache_is_safe_however_devices_are_chosen[from plurax.cli",
-    "tests/unit/test_plan.py::"
-    "test_a_cache_is_safe_however_devices_are_chosen[px.initialize('127.0.0.1:{port}', 1, 0)]",
+    "tests/unit/test_plan.py::test_a_cache_is_safe_however_devices_are_chosen[px.initialize(",
     "tests/unit/test_planned.py::test_what_is_planned_is_what_is_compiled[unequal stages]",
     "tests/unit/test_planned.py::test_what_is_planned_is_what_is_compiled[zero 1]",
     "tests/unit/test_recorded_collectives.py::"
@@ -236,12 +276,14 @@ FURTHER = (
     "tests/unit/test_replay.py::test_a_resumed_run_is_repeated_from_its_beginning[another",
     "tests/unit/test_replay.py::test_a_resumed_run_is_repeated_from_its_beginning[three times]",
     "tests/unit/test_replay.py::test_a_resumed_run_is_repeated_from_its_beginning[uncompressed",
+    "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[async-None]",
     "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[bounded-None]",
     "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[delay-None]",
     "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[first-None]",
     "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[first-topk]",
     "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[quorum-topk]",
     "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[sync-topk]",
+    "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[too stale-None]",
     "tests/unit/test_replicas.py::test_a_flipped_bit_is_found_and_named[data, 8 devices]",
     "tests/unit/test_replicas.py::test_a_flipped_bit_is_found_and_named[members in stages]",
     "tests/unit/test_replicas.py::test_a_flipped_bit_is_found_and_named[members]",
@@ -253,7 +295,6 @@ FURTHER = (
     "tests/unit/test_replicas.py::test_a_flipped_bit_is_found_and_named[zero 2]",
     "tests/unit/test_replicas.py::test_where_there_are_no_copies_nothing_runs[members alone]",
     "tests/unit/test_run_file.py::test_the_best_state_predicts[px.Members(2)]",
-    "tests/unit/test_expert_plans.py::test_no_expert_is_faster[small perceptron-a node]",
     "tests/unit/test_search.py::test_plans_are_ranked_by_what_an_estimate_says[{'pipeline': 2}]",
     "tests/unit/test_servers.py::test_a_prepared_worker_compiles_no_more[pipeline]",
     "tests/unit/test_servers.py::test_a_prepared_worker_compiles_no_more[zero]",
@@ -266,7 +307,15 @@ FURTHER = (
     "tests/unit/test_sweep.py::test_a_few_large_members_fit_where_a_chunk_does_not",
     "tests/unit/test_sweep.py::test_frozen_members_are_the_first_to_go",
     "tests/unit/test_timeline.py::test_layers_of_each_stage_and_a_schedule_by_hand",
+    "tests/unit/test_verify.py::test_a_loss_that_couples_rows_unsaid_is_found[centre-plan0]",
+    "tests/unit/test_verify.py::test_a_loss_that_couples_rows_unsaid_is_found[log_softmax-plan1]",
+    "tests/unit/test_verify.py::test_a_loss_that_couples_rows_unsaid_is_found[roll-plan0]",
+    "tests/unit/test_verify.py::test_a_loss_that_couples_rows_unsaid_is_found[standardise-plan1]",
     "tests/unit/test_watchdog.py::test_fit_under_a_launcher_is_watched",
+    "tests/unit/test_weights.py::test_learning_rates_by_path[frozen1-fields0]",
+    "tests/unit/test_weights.py::test_learning_rates_by_path[frozen1-fields1]",
+    "tests/unit/test_weights.py::test_learning_rates_by_path[frozen1-fields2]",
+    "tests/unit/test_weights.py::test_learning_rates_by_path[frozen1-fields3]",
     "tests/zoo/test_found.py",
     "tests/zoo/test_recorded.py::test_what_is_recorded_is_what_is_compiled",
     "tests/zoo/test_zoo.py::test_as_by_hand[autoregressive-members and zero]",

@@ -40,8 +40,9 @@ def public_names(
         module = modules.get(name)
         if module is None:
             said = f"module {package!r} has no attribute {name!r}"
+            # Tools ask every object for such as `__wrapped__`: for these no stub is read.
             for stub in Path(file).parent.glob("*/__init__.pyi"):
-                if name in _names(stub):
+                if not name.startswith("_") and name in _names(stub):
                     said += f"; it is {package}.{stub.parent.name}.{name}"
             raise AttributeError(said)
         if module == package:  # a package inside this one

@@ -279,8 +279,7 @@ def subsample(sizes: float | Sequence[float]) -> Subsample:
     return Subsample(tuple(many))
 
 
-# Compiled by itself, so that JAX traces the rounds of the permutation once for all loops that draw
-# rows in the same way, not once for each.
+# Compiled by itself: JAX traces it once for all loops that draw rows in the same way.
 @functools.partial(jax.jit, static_argnames=("resample", "count", "shuffle", "whole"))
 def stream_row(
     resample: Resample,

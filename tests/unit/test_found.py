@@ -83,7 +83,8 @@ def test_no_line_has_more_than_100_columns(found, plans, parts, axes, memory, wh
 
 
 def test_what_is_printed_for_models(found):
-    every = [found, searched(pipeline=2, tensor=1, microbatches=2), searched(tensor=1)]
+    alone = searched(tensor=1, remat="none")
+    every = [found, searched(pipeline=2, tensor=1, microbatches=2), alone]
     for one in every:
         lines = str(one).splitlines()
         assert max(map(len, lines)) <= 100

@@ -121,7 +121,7 @@ def test_zero_is_found_where_it_saves_more_than_its_messages_cost(width):
 
 def test_the_zero_stage_is_found_that_the_memory_needs():
     """ZeRO 2 has shards of the gradients' sums over microbatches, ZeRO 3 of the parameters too."""
-    task, batch = block_task(12), TEXT
+    task, batch = block_task(4), TEXT
     pinned = {"data": 4, "tensor": 1, "pipeline": 1, "microbatches": 2, "remat": "full"}
     estimates = [
         px.estimate(task, optax.adam(1e-3), Plan(**pinned, zero=n), batch, A100) for n in range(4)
@@ -134,7 +134,7 @@ def test_the_zero_stage_is_found_that_the_memory_needs():
 
 
 def test_rematerialization_is_found_where_only_it_fits():
-    task, batch = block_task(8), TEXT
+    task, batch = block_task(4), TEXT
     one = px.Machine.preset("A100-80GB")
     peaks = {
         remat: px.estimate(task, optax.adam(1e-3), Plan(remat=remat), batch, one).peak

@@ -637,7 +637,6 @@ OURS = "raise errors.process_ended('process 1 on here')"
 MISTAKE = "raise ValueError('a mistake of its own')"
 
 
-@pytest.mark.parametrize("how", ["script", "command"])
 @pytest.mark.parametrize(
     ("error", "shown"),
     [
@@ -646,6 +645,7 @@ MISTAKE = "raise ValueError('a mistake of its own')"
         (MISTAKE, None),
     ],
 )
+@pytest.mark.parametrize("how", ["script", "command"])
 def test_the_trace_of_a_process_whose_peer_died_is_only_in_its_file(tmp_path, how, error, shown):
     """The line that helps, of the launcher, does not stand below a trace that does not."""
     start = {

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,6 +98,8 @@ def test_every_order_of_four_comes_up_about_as_often():
 
 
 def test_places_are_spread_evenly():
+    import scipy.stats
+
     keys = np.arange(20_000, dtype=np.uint32)[None]
     places = np.asarray(permuted_index(np.arange(10, dtype=np.uint32)[:, None], 10, hash_u32(keys)))
     counts = np.stack([np.bincount(row, minlength=10) for row in places])
@@ -112,6 +113,8 @@ def test_scaled_is_the_high_half_of_the_product(word, size):
 
 def test_bootstrap_frequencies_follow_the_binomial_law():
     """How often each row is drawn, over 400 members of 100 rows: binomial(100, 1/100)."""
+    import scipy.stats
+
     count, members = 100, 400
     counts = np.stack(
         [
