@@ -46,6 +46,22 @@ def found():
     return searched(SLOW, pinned={"remat": "none", "microbatches": 1}, count=3)
 
 
+@pytest.mark.parametrize("machine", [SLOW, FAR], ids=lambda machine: machine.name)
+def test_a_search_ends_once_no_bound_is_below_its_best(machine):
+    first, five = (
+        searched(machine, pinned={"tensor": 1}, count=count, evaluations=64) for count in (1, 5)
+    )
+    assert first.evaluations == five.evaluations < 16
+    assert first.best == five.best
+    assert first.gap == five.gap == 0
+
+
+def test_a_search_goes_on_where_bounds_prove_nothing():
+    unproven = searched(FAR, pinned={"remat": "none"}, count=1)
+    assert unproven.gap > 0.5
+    assert unproven.evaluations >= 8
+
+
 def test_the_ranking_is_of_estimates(found):
     assert [one.seconds for one in found.ranked] == sorted(one.seconds for one in found.ranked)
     best = found.ranked[0]

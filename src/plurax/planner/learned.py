@@ -50,6 +50,7 @@ class Learned:
         # those of the update.
         self._starts: dict[str, float] = {}
         self._bounding: list[tuple[str, int, float]] = []  # and the devices of the plan
+        self._updates: list[tuple[int, float]] = []  # those of the update, by the ZeRO level
         self._update_starts: float | None = None
 
     def add(
@@ -58,6 +59,7 @@ class Learned:
         """Compare what was computed, and a candidate's `bound`, with an estimate."""
         update = estimated.update.overhead
         self._update_starts = min(update, self._update_starts or update)
+        self._updates.append((sizes.zero, update))
         if plan.pipeline == 1:
             starts = estimated.gradient.overhead / plan.microbatches
             self._starts[plan.remat] = min(self._starts.get(plan.remat, starts), starts)
@@ -87,7 +89,9 @@ class Learned:
         # Without rematerialization fewer start.
         least = min(own or [starts for _, starts in known], default=0.0)
         others = least - self._products[sizes.remat]
-        starts = sizes.microbatches * max(0.0, others) + (self._update_starts or 0.0)
+        # An update of shards starts no fewer kernels than one of whole parameters.
+        update = min((update for zero, update in self._updates if zero <= sizes.zero), default=0.0)
+        starts = sizes.microbatches * max(0.0, others) + update
         return bound + starts / sizes.pipeline
 
     def _with_starts(self, plan: Plan, computed: Computed) -> float:

@@ -184,7 +184,7 @@ def _search_on(machine: Machine, wanted: _Wanted, effort: Effort) -> Found:
         model.activations,
     )  # fmt: skip
     run = _Search(task, optimizer, like, machine, model, limit, shardings, effort)
-    run.look(every, max(wanted.count, _FEWEST))
+    run.look(every, wanted.count)
     if not run.ranked:
         raise _nothing_fits(limit, run.refused)
     return Found(
@@ -316,12 +316,15 @@ class _Search:
         self.refused: list[Ranked] = []
         self.over = 0
         self.least_left = self.least_expected = math.inf
+        self._best, self._fitting = math.inf, 0  # seconds of the fastest estimate; those that fit
+        self._bounds: list[tuple[float, int, CandidatePlan]] = []  # a heap; bounds may have grown
         self._known: set[Sizes] = set()  # of candidates that were estimated, or cannot be
 
     def look(self, every: Sequence[CandidatePlan], count: int) -> None:
         """Look at candidates, the most promising first, until `count` are known to be the best.
 
         Those are left out for which there is no effort left, but not before one is found that fits.
+        Once no bound is below the best estimate, as many that are estimated are enough.
         """
         fitting = [one for one in every if one.memory <= self._limit]
         over = [one for one in every if one.memory > self._limit]
@@ -335,7 +338,13 @@ class _Search:
         }
         self._look_at_smallest_tensor(fitting)
         queue = self._queued(fitting)
-        while len(queue) and len(self.ranked) < count:
+        self._bounds = [(one.seconds, index, one) for index, one in enumerate(fitting)]
+        heapq.heapify(self._bounds)
+        most = max(count, _FEWEST)
+        while len(queue) and len(self.ranked) < most:
+            if self._fitting >= most and self._is_proven():
+                self.ranked += queue.estimated()
+                break
             least, candidate, known = queue.pop()
             if isinstance(known, Ranked):
                 self.ranked.append(known)
@@ -355,13 +364,26 @@ class _Search:
                 elif (ranked := self._estimated(candidate, result)) is not None:
                     # Only after all that could be faster, however sure it is that they fit.
                     queue.push(ranked.seconds, candidate, ranked, risk=_NEAR * self._most)
+        else:
+            self.slower = queue.estimated()
         self.least_expected = min([self.least_expected, *queue.expected()])
-        self.slower = queue.estimated()
         # What was computed before the estimate may have been more than the estimate.
         self.ranked.sort(key=lambda one: (one.seconds, one.plan.devices))
         best = self.ranked[0].seconds if self.ranked else math.inf
         left = (one for one in fitting if one.seconds < best and one.sizes not in self._known)
         self.least_left = min(map(self._least, left), default=best)
+
+    def _is_proven(self) -> bool:
+        """Whether no plan that was not estimated can be faster than the best."""
+        while self._bounds:
+            bound, index, candidate = self._bounds[0]
+            if candidate.sizes in self._known:
+                heapq.heappop(self._bounds)
+            elif (now := self._least(candidate)) > bound:
+                heapq.heapreplace(self._bounds, (now, index, candidate))
+            else:
+                return bound >= self._best
+        return True
 
     def _queued(self, fitting: Sequence[CandidatePlan]) -> "_CandidateQueue":
         """Return candidates by their bounds, but of each remat policy one that is estimated.
@@ -498,6 +520,7 @@ class _Search:
             self.refused.append(Ranked(candidate.plan, plan, estimated, safe, "memory"))
             return None
         self._effort.found = True
+        self._best, self._fitting = min(self._best, estimated.seconds), self._fitting + 1
         return Ranked(candidate.plan, plan, estimated, estimated.peak)
 
     def _refuse(self, candidate: CandidatePlan, why: str) -> None:
