@@ -265,9 +265,9 @@ class Machine:
     def rates_of(self, devices: Iterable[int]) -> "Machine":
         """Return the machine whose rates and memory some devices have, by their mesh order.
 
-        Raises `MachineError` if they differ. `data` and `tensor` give every device the same share
-        of the work, so the devices of one pipeline stage must be alike; those of different stages
-        need not be.
+        Raises `MachineError` if they differ. The devices of a pipeline stage, or of `tensor`, have
+        the same share of the work, so they must be alike; those of different stages need not be,
+        nor without a pipeline those of different replicas.
         """
         if not self.groups:
             return self
@@ -277,10 +277,11 @@ class Machine:
         if len({*kinds.values()}) > 1:
             counts = " and ".join(f"{held[index]} × {kind.name}" for index, kind in kinds.items())
             raise errors.MachineError(
-                f"{self.name}: {counts} would share one stage, and `data` and `tensor` give every "
-                "device of a stage the same share of the work: all would wait for the slowest. Put "
-                "devices that differ into different stages, with `pipeline`, or plan for one kind "
-                "of them."
+                f"{self.name}: {counts} would share one stage, and the devices of a stage, or "
+                "those of `tensor`, have the same share of the work: all would wait for the "
+                "slowest. Put devices that differ into different stages, with `pipeline`, or into "
+                "replicas with more or fewer microbatches, as Plan(data=2, microbatches=(3, 1)), "
+                "or plan for one kind of them."
             )
         return next(iter(kinds.values()))
 

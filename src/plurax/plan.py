@@ -11,7 +11,7 @@ from plurax import errors
 from plurax.disk import replace_file
 from plurax.notebook import html_table
 from plurax.reading import parse_toml, read_text, refusing
-from plurax.strategies import REPLICATED, Strategies, spelled
+from plurax.strategies import Strategies, sharding_rules, spelled
 from plurax.toml_writer import write_toml
 from plurax.validate import changed_fields, changed_repr, whole_number
 
@@ -67,10 +67,11 @@ data=1 means 'not used'.
 
     data: int = 1
     """Devices over which the batch is split (mesh axis `data`)."""
-    microbatches: int = 1
+    microbatches: int | Sequence[int] = 1
     """Parts into which a device splits its share of the batch, processed one after another.
     Gradients are added up locally and reduced over devices once per step, so more microbatches
-    need less memory and no more communication."""
+    need less memory and no more communication. A tuple has the number of each device of `data`,
+    where these are not equally fast: all microbatches have the same number of rows."""
     precision: Precision = "float32"
     """`bfloat16` casts parameters and floating inputs inside the loss and predict functions;
     parameters, sums, reduction, optimizer and model state keep their own dtype. `float32` casts
@@ -138,6 +139,7 @@ data=1 means 'not used'.
 
     def _check_together(self) -> None:
         """Raise `PlanError` for fields that cannot go together."""
+        self._check_uneven()
         if self.stages is not None and self.stages % self.pipeline:
             near = max(1, round(self.stages / self.pipeline)) * self.pipeline
             raise errors.PlanError(
@@ -160,10 +162,53 @@ data=1 means 'not used'.
         if self.batch_dim == "minor" and self.partitioned:
             raise errors.plan_minor_divided()
 
+    def _check_uneven(self) -> None:
+        """Raise `PlanError` for numbers of microbatches that the rest of the plan does not take."""
+        if isinstance(self.microbatches, int):
+            return
+        counts = tuple(self.microbatches)
+        if len(counts) != self.data:
+            numbers = f"{len(counts)} number{'s' if len(counts) != 1 else ''}"
+            raise errors.PlanError(
+                f"Plan(data={self.data}, microbatches={counts}) has {numbers} of microbatches: "
+                "give one for each device of `data`, or one number for all of them."
+            )
+        if len(set(counts)) == 1:
+            object.__setattr__(self, "microbatches", counts[0])
+        elif self.pipeline > 1:
+            raise errors.PlanError(
+                f"Plan(microbatches={counts}, pipeline={self.pipeline}): the stages of all "
+                "replicas follow one schedule, of one number of microbatches. Give faster devices "
+                "more layers, Plan(layers=...), or leave out `pipeline`."
+            )
+        elif self.zero >= 2:
+            raise errors.PlanError(
+                f"Plan(microbatches={counts}, zero={self.zero}): from zero=2 on all devices of "
+                "`data` communicate in every microbatch, and these have different numbers of them. "
+                "Use zero=1, which splits the optimizer's state."
+            )
+
+    @property
+    def replica_microbatches(self) -> tuple[int, ...]:
+        """The number of microbatches of each device of `data`."""
+        each = self.microbatches
+        return (each,) * self.data if isinstance(each, int) else tuple(each)
+
+    @property
+    def most_microbatches(self) -> int:
+        """The number of microbatches of the device of `data` that has the most."""
+        return self.microbatches if isinstance(self.microbatches, int) else max(self.microbatches)
+
+    @property
+    def parts(self) -> int:
+        """The number of microbatches of a step, on all devices of `data`."""
+        each = self.microbatches
+        return each * self.data if isinstance(each, int) else sum(each)
+
     @property
     def rules(self) -> Shardings:
         """`shardings` as pairs of a pattern and its entries, each pattern once."""
-        return _rules(self.shardings)
+        return sharding_rules(self.shardings)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -179,7 +224,7 @@ data=1 means 'not used'.
     @property
     def forward_microbatches(self) -> int:
         """The number of microbatches of a pipeline's forward-only call; 1 without a pipeline."""
-        return self.microbatches if self.pipeline > 1 else 1
+        return self.most_microbatches if self.pipeline > 1 else 1
 
     @property
     def virtual_stages(self) -> int:
@@ -263,13 +308,14 @@ data=1 means 'not used'.
             )
         else:
             lines.append("  data=1: the whole batch goes to one device.")
-        if self.microbatches > 1:
+        if self.most_microbatches > 1:
             # With `zero` of 2 and 3 each microbatch reduces; their own line says so.
             once = ",\n    and reduces them over devices once, at the end of the step."
+            each = self.microbatches
+            share = f"its share in {each}" if isinstance(each, int) else "its number of equal"
             lines.append(
-                f"  microbatches={self.microbatches}: each device computes its share in "
-                f"{self.microbatches} microbatches, sums the gradients"
-                + (once if self.data > 1 and self.zero < 2 else ".")
+                f"  microbatches={each}: each device computes {share} microbatches, sums the "
+                "gradients" + (once if self.data > 1 and self.zero < 2 else ".")
             )
         lines += self._split_lines()
         if self.member > 1:
@@ -291,11 +337,14 @@ data=1 means 'not used'.
         )
         lines.append(f"  precision={self.precision}: {cast}")
         if batch_size is not None:
-            rows = self.padded_size(batch_size)
+            rows, each = self.padded_size(batch_size), self.microbatches
+            number = f"{self.data} device{'s' if self.data > 1 else ''} × {each}"
+            if not isinstance(each, int):
+                number = f"{' + '.join(map(str, each))} = {self.parts}"
             line = (
-                f"  batch of {batch_size}: {self.data} device{'s' if self.data > 1 else ''} × "
-                f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''} × "
-                f"{rows // (self.data * self.microbatches)} examples"
+                f"  batch of {batch_size}: {number} "
+                f"microbatch{'es' if self.most_microbatches > 1 else ''} × "
+                f"{rows // self.parts} examples"
             )
             padding = rows - batch_size
             lines.append(line + (f"; {padding} of {rows} rows are padding." if padding else "."))
@@ -342,7 +391,7 @@ data=1 means 'not used'.
         >>> Plan(data=3, microbatches=2).padded_size(10)
         12
         """
-        unit = self.data * self.microbatches
+        unit = self.parts
         if unit > max(batch_size, MOST_PARTS):
             raise errors.PlanError(
                 f"Plan(data={self.data}, microbatches={self.microbatches}) splits a batch of "
@@ -350,6 +399,15 @@ data=1 means 'not used'.
                 f"microbatches={max(1, batch_size // self.data)} has an example in each."
             )
         return -(-batch_size // unit) * unit
+
+    def placed_rows(self, batch_size: int) -> int:
+        """Return the number of rows on all devices of `data`, which have room for equally many.
+
+        >>> Plan(data=2, microbatches=(3, 1)).placed_rows(8)  # microbatches of 2
+        12
+        """
+        rows = self.padded_size(batch_size) // self.parts
+        return rows * self.most_microbatches * self.data
 
     def to_toml(self) -> str:
         """Return the plan as TOML, with all fields except those left open (None)."""
@@ -420,49 +478,6 @@ def chunks_of(schedule: str | Sequence[str]) -> int:
     return CHUNKS.get(schedule, 1) if isinstance(schedule, str) else 1
 
 
-def _rules(shardings: Any) -> Shardings:
-    """Return rules as a tuple of pairs, the first of equal patterns, which counts.
-
-    Raises `PlanError` for other values.
-    """
-    pairs = shardings.items() if isinstance(shardings, Mapping) else shardings
-    if not isinstance(pairs, Iterable) or isinstance(pairs, str | bytes):
-        raise errors.plan_shardings_not_rules(shardings)
-    rules: dict[str, tuple[Any, ...]] = {}
-    for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise errors.plan_shardings_not_rules(shardings)
-        pattern, entries = pair
-        if isinstance(entries, str) or not isinstance(entries, Sequence):
-            raise errors.PlanError(
-                f"Plan(shardings={{{pattern!r}: {entries!r}}}): a rule has one entry for each dim "
-                "in a tuple, None for a dim that is not split or the name of a mesh axis: (None, "
-                "'tensor')."
-            )
-        rules.setdefault(pattern, _rule(pattern, entries))
-    return tuple(rules.items())
-
-
-def _rule(pattern: str, entries: Sequence[Any]) -> tuple[Any, ...]:
-    entries = tuple(tuple(e) if isinstance(e, list) else e for e in entries)
-    entries = tuple(_ENTRIES.get(e, e) if isinstance(e, str) else e for e in entries)
-    named = entries[1:] if entries and entries[0] is ... else entries
-    names = [name for e in named for name in (e if isinstance(e, tuple) else (e,))]
-    wrong = [n for n in names if not (n is None or (isinstance(n, str) and n == "tensor"))]
-    if wrong or names.count("tensor") > 1:
-        raise errors.PlanError(
-            f"Plan(shardings={{{pattern!r}: {entries!r}}}): rules split one dim over 'tensor', and "
-            f"{f'none over {wrong[0]!r}' if wrong else 'not two'}. For a dim that is not split "
-            "write None, which is 'replicated' in a TOML file; ... may come first. To split "
-            "parameters over `data`, use zero=3."
-        )
-    return entries
-
-
-_ENTRIES = {REPLICATED: None, "...": ...}
-"""The TOML spelling of entries that TOML has no value for."""
-
-
 def _schedule(schedule: Any) -> ScheduleName | tuple[str, ...]:
     """Return the name of a schedule, or its lines. Raises `PlanError`.
 
@@ -490,11 +505,8 @@ _WORK = re.compile(r"[A-Za-z]\d+(\.\d+)?")
 
 def _layers(value: Any, stages: int) -> tuple[int, ...]:
     """Return the numbers of layers of all stages. Raises `PlanError` for other values."""
-    # An array of NumPy is no `Sequence`.
-    listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
-    counts = [whole_number(one) for one in value] if listed else [None]
-    layers = tuple(count for count in counts if count is not None)
-    if len(layers) < len(counts):
+    layers = _whole_numbers(value)
+    if layers is None:
         raise errors.PlanError(
             f"Plan(layers={value!r}): give the number of layers of each stage, at least 1, in the "
             "order of the stages: layers=(2, 3, 3, 2)."
@@ -506,6 +518,15 @@ def _layers(value: Any, stages: int) -> tuple[int, ...]:
             f"stage{'s' if stages > 1 else ''} (`pipeline`, or `stages`): give one for each stage."
         )
     return layers
+
+
+def _whole_numbers(value: Any) -> tuple[int, ...] | None:
+    """Return several whole numbers of at least 1 as a tuple; None for other values."""
+    # An array of NumPy is no `Sequence`.
+    listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    counts = [whole_number(one) for one in value] if listed else [None]
+    whole = tuple(count for count in counts if count is not None)
+    return whole if len(whole) == len(counts) else None
 
 
 # --- What each field may be -----------------------------------------------------------------------
@@ -545,11 +566,15 @@ def _one_of(*choices: Any, optional: bool = False) -> Callable[[str, Any], Any]:
 
 
 _SIZE = _whole("{field}=1 means 'not used'")
+_MICROBATCHES = _whole(
+    "{field}=1 means 'not used', and {field}=(3, 1) that one of two devices has more than the other"
+)
 _CHOSEN = _whole("leave it out to have it chosen", optional=True)
 _FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
-    "shardings": lambda field, value: _rules(value),
+    "shardings": lambda field, value: sharding_rules(value),
     "strategies": lambda field, value: None if value is None else Strategies.of(value),
-    **dict.fromkeys(("data", "microbatches", "member", "pipeline", "tensor"), _SIZE),
+    **dict.fromkeys(("data", "member", "pipeline", "tensor"), _SIZE),
+    "microbatches": lambda field, value: _whole_numbers(value) or _MICROBATCHES(field, value),
     **dict.fromkeys(("chunk", "stages"), _CHOSEN),
     "bucket_bytes": _whole("bucket_bytes=1 sends each tensor on its own"),
     "precision": _one_of(*get_args(Precision)),

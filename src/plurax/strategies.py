@@ -1,4 +1,4 @@
-"""The shard strategies of single equations, as a plan pins them. Imports no JAX.
+"""The shard strategies of single equations and the sharding rules that a plan pins. Imports no JAX.
 
 The shardings of parameters do not say everything: from the same parameters, an equation may be
 computed in several ways, and the partitioner's default is not always the best of the whole step.
@@ -23,7 +23,7 @@ model, or by another version of JAX, are refused.
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from plurax import errors
@@ -213,3 +213,46 @@ def _entries(equation: str, listed: Any) -> Entries:
                 raise errors.strategy_wrong_entries(equation, listed)
         entries.append(tuple(entry) if several else None if entry == REPLICATED else entry)
     return tuple(entries)
+
+
+def sharding_rules(shardings: Any) -> tuple[tuple[str, Entries], ...]:
+    """Return sharding rules as a tuple of pairs, the first of equal patterns, which counts.
+
+    Raises `PlanError` for other values.
+    """
+    pairs = shardings.items() if isinstance(shardings, Mapping) else shardings
+    if not isinstance(pairs, Iterable) or isinstance(pairs, str | bytes):
+        raise errors.plan_shardings_not_rules(shardings)
+    rules: dict[str, Entries] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise errors.plan_shardings_not_rules(shardings)
+        pattern, entries = pair
+        if isinstance(entries, str) or not isinstance(entries, Sequence):
+            raise errors.PlanError(
+                f"Plan(shardings={{{pattern!r}: {entries!r}}}): a rule has one entry for each dim "
+                "in a tuple, None for a dim that is not split or the name of a mesh axis: (None, "
+                "'tensor')."
+            )
+        rules.setdefault(pattern, _rule(pattern, entries))
+    return tuple(rules.items())
+
+
+def _rule(pattern: str, entries: Sequence[Any]) -> Entries:
+    entries = tuple(tuple(e) if isinstance(e, list) else e for e in entries)
+    entries = tuple(_ENTRIES.get(e, e) if isinstance(e, str) else e for e in entries)
+    named = entries[1:] if entries and entries[0] is ... else entries
+    names = [name for e in named for name in (e if isinstance(e, tuple) else (e,))]
+    wrong = [n for n in names if not (n is None or (isinstance(n, str) and n == "tensor"))]
+    if wrong or names.count("tensor") > 1:
+        raise errors.PlanError(
+            f"Plan(shardings={{{pattern!r}: {entries!r}}}): rules split one dim over 'tensor', and "
+            f"{f'none over {wrong[0]!r}' if wrong else 'not two'}. For a dim that is not split "
+            "write None, which is 'replicated' in a TOML file; ... may come first. To split "
+            "parameters over `data`, use zero=3."
+        )
+    return entries
+
+
+_ENTRIES = {REPLICATED: None, "...": ...}
+"""The TOML spelling of entries that TOML has no value for."""

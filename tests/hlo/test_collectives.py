@@ -39,6 +39,21 @@ def test_gradients_are_reduced_once_and_outside_the_loop(data, microbatches):
     assert gradient <= sum(c.bytes for c in found) <= gradient + SCALARS
 
 
+@pytest.mark.parametrize("counts", [(3, 1), (1, 2, 1), (5, 2)])
+def test_replicas_run_as_many_microbatches_as_a_table_says(counts):
+    """And reduce once, after the loop, whose trips nothing else bounds."""
+    program = compiled(px.Plan(data=len(counts), microbatches=counts))
+    gradient = tree.byte_count(program.state_shapes.params)
+    assert not any(c.in_loop for c in program.collectives())
+    assert {(c.kind, c.axes) for c in program.collectives()} == {("all-reduce", ("data",))}
+    assert gradient <= sum(c.bytes for c in program.collectives()) <= gradient + SCALARS
+    table = f"s32[{len(counts)}]{{0}} constant({{{', '.join(map(str, counts))}}})"
+    assert program.hlo().count(table) == 1
+    loops = re.findall(r' while\(.*op_name="[^"]*shard_map/while".*', program.hlo())
+    assert len(loops) == 1
+    assert "known_trip_count" not in loops[0]
+
+
 def test_one_device_communicates_nothing():
     assert compiled(px.Plan(microbatches=4)).collectives() == []
 

@@ -17,6 +17,9 @@ SIZE = 23
 DATA = (1, 2, 3, 5, 7, 8)
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 plans = st.builds(px.Plan, data=st.sampled_from(DATA), microbatches=st.integers(1, 8))
+plans |= st.lists(st.integers(1, 5), min_size=2, max_size=5).map(
+    lambda counts: px.Plan(data=len(counts), microbatches=counts)
+)
 sizes = st.lists(st.integers(1, SIZE), min_size=3, max_size=3)
 
 

@@ -18,6 +18,7 @@ from plurax.train.elastic import plan_for_those_left, shrink
         (px.Plan(data=8), 8, 2, px.Plan(data=8)),
         (px.Plan(data=8), 4, 1, px.Plan(data=4, microbatches=2)),
         (px.Plan(data=8, microbatches=3), 6, 3, px.Plan(data=6, microbatches=4)),
+        (px.Plan(data=4, microbatches=(3, 3, 1, 1)), 3, 1, px.Plan(data=3, microbatches=3)),
         (px.Plan(data=4, zero=3), 6, 3, px.Plan(data=3, zero=3, microbatches=2)),
         (px.Plan(data=4, tensor=2), 4, 2, px.Plan(data=2, tensor=2, microbatches=2)),
         (px.Plan(member=8), 6, 3, px.Plan(member=6)),

@@ -151,7 +151,33 @@ def test_uneven_devices_hold_stages_of_different_speed():
     found = estimated(transformer, machine, pipeline=2, microbatches=4)
     assert found.gradient.products == pytest.approx(found.product_flops / 1e9)
     with pytest.raises(px.errors.MachineError, match="differ"):
-        estimated(transformer, machine, data=2)
+        estimated(transformer, machine, tensor=2)
+
+
+def test_the_slowest_replica_counts_with_its_own_microbatches():
+    """Of 512 rows: the fast device is three times as fast as the slow one."""
+    fast = px.Machine("fast", {"float32": 3e9}, 10**9, NEVER)
+    slow = px.Machine("slow", {"float32": 1e9}, 10**8, NEVER)
+    machine = px.Machine.uneven("both", [(1, fast), (1, slow)], [Level("node", 2, NEVER)])
+    flops = 2 * 512 * 256**2 * 11
+
+    def seconds(**plan):
+        return estimated(perceptron, machine, data=2, **plan).seconds
+
+    assert seconds() == pytest.approx(flops / 2 / 1e9)
+    assert seconds(microbatches=4) == pytest.approx(flops / 2 / 1e9)
+    assert seconds(microbatches=(3, 1)) == pytest.approx(flops / 4 / 1e9)
+    assert seconds(microbatches=(1, 3)) == pytest.approx(flops * 3 / 4 / 1e9)
+    assert seconds(microbatches=(7, 1)) == pytest.approx(flops * 7 / 8 / 3e9)
+    found = estimated(perceptron, machine, data=2, microbatches=(3, 1))
+    assert (found.plan.microbatches, found.batch_size) == ((3, 1), 512)
+    # Arrays are as large on both devices: rows for three microbatches of 128.
+    assert (
+        found.memory["batch"] == 3 * estimated(perceptron, fast, microbatches=4).memory["batch"] / 4
+    )
+    # Where all devices are alike, one with 3 of 4 microbatches takes half as long again.
+    three, equal = (estimated(perceptron, PRODUCTS, data=2, microbatches=m) for m in ((3, 1), 1))
+    assert three.seconds == pytest.approx(3 / 2 * equal.seconds)
 
 
 def test_a_plan_of_more_devices_than_the_machine_has():

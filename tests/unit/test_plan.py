@@ -21,7 +21,10 @@ from plurax.pipeline.schedule import SCHEDULES
 from plurax.plan import REMAT_TEXTS, ZERO_TEXTS, Remat, ScheduleName
 from plurax.planner.costs import REDUCTION
 
-plans = st.builds(
+uneven = st.lists(st.integers(1, 9), min_size=2, max_size=9).map(
+    lambda counts: Plan(data=len(counts), microbatches=counts)
+)
+plans = uneven | st.builds(
     Plan,
     data=st.integers(1, 64),
     microbatches=st.integers(1, 64),
@@ -72,12 +75,49 @@ def test_equal_plans_hash_alike(a, b):
     assert hash(again) == hash(a)
 
 
+def test_microbatches_of_replicas():
+    plan = Plan(data=2, microbatches=[3, np.int32(1)])
+    assert repr(plan) == "Plan(data=2, microbatches=(3, 1))"
+    assert plan.sizes_text() == "data=2, microbatches=(3, 1)"
+    assert "microbatches = [3, 1]\n" in plan.to_toml()
+    assert (plan.replica_microbatches, plan.most_microbatches, plan.parts) == ((3, 1), 3, 4)
+    assert Plan(data=3, microbatches=(2, 2, 2)) == Plan(data=3, microbatches=2)
+    assert Plan(microbatches=[4]) == Plan(microbatches=4)
+    text = plan.explain(batch_size=10)
+    assert "each device computes its number of equal microbatches, sums the gradients" in text
+    assert "batch of 10: 3 + 1 = 4 microbatches × 3 examples; 2 of 12 rows are padding." in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"microbatches": (3, 1)}, "has 2 numbers of microbatches: give one for each device"),
+        ({"data": 2, "microbatches": [3]}, "has 1 number of microbatches"),
+        (
+            {"data": 2, "microbatches": (3, 0)},
+            "must be a whole number of at least 1; microbatches=",
+        ),
+        ({"data": 2, "microbatches": ()}, "must be a whole number of at least 1"),
+        (
+            {"data": 2, "microbatches": (3, 1), "zero": 2},
+            "from zero=2 on all devices .* Use zero=1",
+        ),
+        ({"data": 2, "microbatches": (3, 1), "zero": 3}, "communicate in every microbatch"),
+        ({"data": 2, "microbatches": (3, 1), "pipeline": 2}, "follow one schedule"),
+    ],
+)
+def test_microbatches_that_no_replicas_have(fields, message):
+    with pytest.raises(PlanError, match=message):
+        Plan(**fields)
+
+
 @given(plans, st.integers(1, 10_000))
 def test_padded_size_is_the_next_multiple(plan, size):
     rows = plan.padded_size(size)
-    unit = plan.data * plan.microbatches
+    unit = plan.parts
     assert rows % unit == 0
     assert size <= rows < size + unit
+    assert plan.placed_rows(size) * unit == rows * plan.data * plan.most_microbatches
 
 
 def test_save_and_load(tmp_path):

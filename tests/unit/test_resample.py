@@ -257,7 +257,7 @@ def test_members_on_a_device_read_what_one_network_reads(monkeypatch, name, bloc
     members, data = px.Members([3, 8, 5, 9], resample=resample), {"x": np.arange(30)}
     length = members.epoch_length(30)
     steps = -(-length // batch)
-    reads = Reads(ArrayData(data, batch, shuffle=shuffle).read_by(members).epoch_spec, batch, 1)
+    reads = Reads(ArrayData(data, batch, shuffle=shuffle).read_by(members).epoch_spec, batch, (1,))
     arrays = members.arrays(30)
     at = jax.jit(lambda member, t: reads.block_rows(member, t)[t % steps % reads.block])
     for k in range(4):
@@ -279,5 +279,5 @@ def test_a_batch_that_is_the_whole_data_set_is_not_reordered():
     some = ArrayData({"x": np.arange(30)}, 29, seed=4, ragged="drop")
     assert some.epoch_order(3)[0].tolist() != some.epoch_order(8)[0].tolist()
     reading = whole.epoch_spec
-    assert Reads(reading, 30, 1).fixed
-    assert not Reads(dataclasses.replace(reading, batch_size=15, steps=2), 15, 1).fixed
+    assert Reads(reading, 30, (1,)).fixed
+    assert not Reads(dataclasses.replace(reading, batch_size=15, steps=2), 15, (1,)).fixed

@@ -2,6 +2,7 @@
 
 PLANS = {
     "data": {"data": 3, "microbatches": 2},
+    "uneven": {"data": 3, "microbatches": (1, 2, 1)},
     "zero 1": {"data": 4, "zero": 1},
     "zero 2": {"data": 2, "zero": 2, "microbatches": 2},
     "zero 3": {"data": 4, "zero": 3},
@@ -12,6 +13,7 @@ PLANS = {
     "pipeline and zero": {"data": 2, "pipeline": 2, "microbatches": 2, "zero": 1},
     "pipeline and tensor": {"pipeline": 2, "tensor": 2, "microbatches": 2, "schedule": "zb-h1"},
     "tensor and zero": {"data": 2, "tensor": 2, "zero": 3},
+    "uneven and tensor": {"data": 2, "tensor": 2, "zero": 1, "microbatches": (3, 1)},
     "everything": {"data": 2, "tensor": 2, "zero": 2, "microbatches": 2, "remat": "full"},
     "members": {"member": 2, "chunk": 1, "batch_dim": "major"},
     "members minor": {"chunk": 2, "batch_dim": "minor"},
@@ -22,6 +24,7 @@ PLANS = {
 
 DEFAULT = {
     "data": ("spiking", "contrastive"),
+    "uneven": ("diffusion", "graph"),
     "zero 1": ("recommender", "batch norm"),
     "zero 2": ("pinn", "unet"),
     "zero 3": ("neural ode", "gru"),
@@ -32,6 +35,7 @@ DEFAULT = {
     "pipeline and zero": ("spiking", "contrastive"),
     "pipeline and tensor": ("fourier", "diffusion"),
     "tensor and zero": ("implicit", "fourier"),
+    "uneven and tensor": ("vision transformer", "experts"),
     "everything": ("neural ode", "diffusion"),
     "members": ("equilibrium", "state space"),
     "members minor": ("branch", "neural ode"),

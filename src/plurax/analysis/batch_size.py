@@ -102,7 +102,7 @@ def max_batch_size(
     """
     mesh = make_mesh(plan, devices)
     budget = memory_budget(mesh) if memory is None else bytes_of(memory)
-    unit = plan.data * plan.microbatches
+    unit = plan.parts
 
     def peak(units: int) -> int:
         like = resized(example, units * unit)
@@ -260,7 +260,7 @@ def fastest_batch_size(
     check_alone("plurax.analysis.fastest_batch_size", MEASURE_IN_ONE)
     repeats = check_whole("plurax.analysis.fastest_batch_size", "repeats", repeats)
     mesh = make_mesh(plan, devices)
-    unit = plan.data * plan.microbatches
+    unit = plan.parts
     if max_size is None:
         found = max_batch_size(task, optimizer, plan, example, memory=memory, devices=devices)
         max_size = found.size

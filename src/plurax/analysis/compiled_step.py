@@ -346,10 +346,9 @@ def _lighter(task: Any, optimizer: Any, plan: Plan, batch: PyTree, machine: Mach
 
     It has the same mesh. ZeRO costs the least time, more microbatches more, remat the most.
     """
-    rows = leading_dim(batch) // plan.data
-    counts = [plan.microbatches]
-    while 2 * counts[-1] <= rows:
-        counts.append(2 * counts[-1])
+    counts = [plan.replica_microbatches]
+    while 2 * sum(counts[-1]) <= leading_dim(batch):
+        counts.append(tuple(2 * count for count in counts[-1]))
     remats = dict.fromkeys([plan.remat, "full"])
     levels = [level for level in (0, *ZERO_TEXTS) if level >= plan.zero]
     for remat, microbatches, zero in itertools.product(remats, counts, levels):

@@ -8,12 +8,14 @@ machine's compiler. A search ranks plans by the same numbers.
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import optax
 from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.execute.check import check_kinds
+from plurax.execute.placement import leading_dim
 from plurax.execute.population import HyperFn
 from plurax.execute.recorder import record_population, record_steady_step
 from plurax.machine import Machine
@@ -21,13 +23,13 @@ from plurax.members import Members
 from plurax.notebook import html_table, text_table
 from plurax.plan import Plan
 from plurax.task import Task
-from plurax.trace.clock import Clock, Seconds, names_of
+from plurax.trace.clock import Clock, Seconds, names_of, rates_of_replicas
 from plurax.trace.collectives import every_collective
 from plurax.trace.compilers import rules_of
 from plurax.trace.liveness import temporaries
 from plurax.trace.step_trace import StepTrace
 from plurax.trace.work import work_of_step
-from plurax.tree import human_bytes
+from plurax.tree import human_bytes, with_rows
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -36,7 +38,8 @@ class Estimate:
 
     **Fields:**
 
-    - `plan`, `machine`; `batch_size`, the examples of a step.
+    - `plan`, `machine`; `batch_size`, the examples of a step. Where devices differ, seconds and
+      bytes sent are those of the slowest replica, with its own number of microbatches.
     - `gradient`, `update`: the `Seconds` of the gradient and of the optimizer's update.
     - `memory`: bytes at the moment when the most are held, by kind: `parameters`, `optimizer`,
       `model_state`, `batch`, `gradients`, and `temporaries`, which are activations above all; on
@@ -206,20 +209,46 @@ def estimate(
     # CPUs round to a plan's `reduce_dtype`, and send as without it.
     sent = dataclasses.replace(plan, reduce_dtype=None) if machine.platform == "cpu" else plan
     check_kinds(task, optimizer, plan, members)
-    if members is None:
-        assert isinstance(task, Task)
-        trace = record_steady_step(task, optimizer, sent, batch, machine.platform)
-        return estimate_trace(dataclasses.replace(trace, plan=plan), machine)
-    trace = record_population(task, optimizer, sent, batch, members, machine.platform)
-    plan = dataclasses.replace(trace.plan, reduce_dtype=plan.reduce_dtype)
-    estimated = estimate_trace(dataclasses.replace(trace, plan=plan), machine)
-    return dataclasses.replace(estimated, members=members.count)
+
+    def recorded(sent: Plan, batch: PyTree) -> StepTrace:
+        if members is None:
+            assert isinstance(task, Task)
+            trace = record_steady_step(task, optimizer, sent, batch, machine.platform)
+        else:
+            trace = record_population(task, optimizer, sent, batch, members, machine.platform)
+        own = dataclasses.replace(trace.plan, reduce_dtype=plan.reduce_dtype)
+        return dataclasses.replace(trace, plan=own)
+
+    replicas: Mapping[Any, int] = {None: plan.most_microbatches}
+    if plan.pipeline == 1:
+        replicas = rates_of_replicas(plan, machine)
+    traces = {count: recorded(*_alike(sent, batch, count)) for count in {*replicas.values()}}
+    every = [estimate_trace(traces[count], machine, rates) for rates, count in replicas.items()]
+    slowest = max(every, key=lambda one: one.seconds)
+    return dataclasses.replace(
+        slowest,
+        plan=dataclasses.replace(slowest.plan, microbatches=plan.microbatches),
+        batch_size=leading_dim(batch),
+        # On all devices arrays are as large as the most microbatches need.
+        memory=every[[*replicas.values()].index(plan.most_microbatches)].memory,
+        members=members and members.count,
+    )
 
 
-def estimate_trace(trace: StepTrace, machine: Machine) -> Estimate:
-    """Return the `Estimate` of a recorded step. See `estimate`."""
+def _alike(plan: Plan, batch: PyTree, count: int) -> tuple[Plan, PyTree]:
+    """Return the plan of whose devices all do what one with `count` microbatches does, and its
+    batch."""
+    if count == plan.microbatches:
+        return plan, batch
+    size = plan.padded_size(leading_dim(batch)) // plan.parts * count * plan.data
+    return dataclasses.replace(plan, microbatches=count), with_rows(batch, size)
+
+
+def estimate_trace(trace: StepTrace, machine: Machine, rates: Machine | None = None) -> Estimate:
+    """Return the `Estimate` of a recorded step, on devices of some `rates` where the machine's
+    differ. See `estimate`."""
     rules = rules_of(machine.platform)
-    clock, work = Clock(trace.plan, machine), work_of_step(trace, rules, machine.fast_memory)
+    clock, work = Clock(trace.plan, machine, rates), work_of_step(trace, rules, machine.fast_memory)
     gradient, flops = clock.gradient(work, trace.pipeline)
     needed = temporaries(trace.block, trace.state, rules, machine.fast_memory)
     padding = sum(rules.size(value, False) - value.bytes for value in trace.arguments)

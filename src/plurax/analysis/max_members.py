@@ -11,11 +11,11 @@ from plurax import errors
 from plurax.analysis.batch_size import largest_below
 from plurax.execute.check import check_kinds
 from plurax.execute.compiled_functions import trace_step
-from plurax.execute.placement import Placement, leading_dim
+from plurax.execute.placement import Placement
 from plurax.execute.population import HyperFn, Population
 from plurax.hlo.memory import memory as compiled_memory
 from plurax.members import Members
-from plurax.mesh import make_mesh, memory_budget, split_rows
+from plurax.mesh import make_mesh, memory_budget
 from plurax.plan import Plan
 from plurax.task import Task
 from plurax.validate import bytes_of
@@ -80,7 +80,7 @@ def max_members(
     check_kinds(task, optimizer, plan, members)
     mesh = make_mesh(plan, devices)
     budget = memory_budget(mesh) if memory is None else bytes_of(memory)
-    placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
+    placement = Placement.of(batch, plan, mesh)
     for chunk in [plan.chunk] if plan.chunk else [FIRST_CHUNK, 1]:
         chosen = dataclasses.replace(plan, chunk=chunk, batch_dim=plan.batch_dim or "major")
         like = placement.like

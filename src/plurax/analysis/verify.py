@@ -190,7 +190,9 @@ def verify(
     plan.check_devices(len(devices))
     plan.padded_size(leading_dim(batch))  # before one device trains
     # The microbatches determine which examples a coupled loss compares: use the same number.
-    on_one = Plan(precision=plan.precision, microbatches=plan.microbatches if task.coupled else 1)
+    on_one = Plan(
+        precision=plan.precision, microbatches=plan.most_microbatches if task.coupled else 1
+    )
 
     def everything(used: Plan, trained: Task = task) -> dict[str, dict[str, Any]]:
         # What one device computes every process computes on a device of its own.

@@ -177,7 +177,9 @@ def _predicted_peak(
 
 
 def _costs(program: Program, plan: Plan) -> ScheduleCosts:
-    schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages)
+    schedule = make_schedule(
+        plan.schedule, plan.pipeline, plan.most_microbatches, plan.virtual_stages
+    )
     planned = program.planned_collectives() if program.members is None else None
     return ScheduleCosts.of(schedule, planned or program.collectives(), program.memory())
 

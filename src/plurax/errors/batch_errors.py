@@ -109,9 +109,9 @@ def mask_not_read_by_members(size: int, largest: int) -> BatchError:
 def own_rows_not_split(size: int, processes: int) -> BatchError:
     return BatchError(
         f"rows of its own need rows that each of the {processes} processes has for itself: the "
-        f"plan's data axis must go over all processes, and the batch of {size} examples must "
-        "divide by data times microbatches. Otherwise give every process the whole batch, without "
-        "local_batches or local."
+        f"plan's data axis must go over all processes, with one number of microbatches, and the "
+        f"batch of {size} examples must divide by data times microbatches. Otherwise give every "
+        "process the whole batch, without local_batches or local."
     )
 
 

@@ -54,7 +54,7 @@ class Evaluator:
         # One call takes a microbatch, to fit where training fits; a pipeline takes all of them.
         plan, size = functions.plan, leading_dim(batch)
         if plan.pipeline == 1:
-            size = -(-size // plan.microbatches)
+            size = -(-size * plan.data // plan.parts)
             plan = Plan(data=plan.data)
         rows, sharding = plan.padded_size(size), split_rows(functions.mesh)
         self._placement = Placement(with_rows(batch, size), rows, sharding)

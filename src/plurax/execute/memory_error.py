@@ -42,13 +42,13 @@ def _needs(program: Any) -> str:
 
 def _ways(plan: Plan, batch_size: int) -> Iterator[str]:
     """Yield the fields of the plan that lower the peak, the cheapest first."""
-    rows = -(-batch_size // (plan.data * plan.microbatches))
+    rows, more = -(-batch_size // plan.parts), tuple(2 * m for m in plan.replica_microbatches)
     if plan.chunk is not None and plan.chunk > 1:
         yield f"chunk={max(1, plan.chunk // 2)}: fewer members at a time"
     if rows > 1:
         yield (
-            f"microbatches={2 * plan.microbatches}: half of the {rows} examples at a time that a "
-            "device works on now"
+            f"microbatches={more if len({*more}) > 1 else more[0]}: half of the {rows} examples at "
+            "a time that a device works on now"
         )
     if plan.remat == "none":
         yield "remat='full': computes activations again instead of keeping them"

@@ -18,12 +18,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
 from plurax import errors, tree
 from plurax.distributed.global_arrays import is_absent, process_count, put
+from plurax.execute.rows import row_numbers
+from plurax.mesh import split_rows
+from plurax.plan import Plan
 from plurax.sources.source import Column, Reading, Source
 
 MAX_ROWS = 2**31 - 1
@@ -58,11 +61,14 @@ class Placement:
     - `like`: a tree of arrays or `jax.ShapeDtypeStruct`s with leading dim `size`.
     - `rows`: leading dim on the devices, at least `size`.
     - `sharding`: the sharding of the rows.
+    - `parts`: how many microbatches each device has, where these are not equally many.
 
     Raises `BatchError` for trees that are not batches.
     """
 
-    def __init__(self, like: PyTree, rows: int, sharding: NamedSharding) -> None:
+    def __init__(
+        self, like: PyTree, rows: int, sharding: NamedSharding, parts: Sequence[int] = (1,)
+    ) -> None:
         self.size = leading_dim(like)
         check_rows(rows)
         self.rows = rows
@@ -73,6 +79,14 @@ class Placement:
         self._paths = list(tree.named_leaves(like))
         self._whole = NamedSharding(sharding.mesh, P())
         self._counts: dict[int, Any] = {}
+        # Row i has example `numbers[i] % count`, as in `rows.py`.
+        self._numbers = row_numbers(parts, rows)
+
+    @classmethod
+    def of(cls, like: PyTree, plan: Plan, mesh: Mesh) -> "Placement":
+        """Return the placement of batches of the largest size under a plan."""
+        rows = plan.placed_rows(leading_dim(like))
+        return cls(like, rows, split_rows(mesh), plan.replica_microbatches)
 
     def abstract(self) -> PyTree:
         """Return the rows as `jax.ShapeDtypeStruct`s with their sharding."""
@@ -157,12 +171,12 @@ class Placement:
                 if count == self.rows:
                     return leaf if self._is_placed(leaf) else put(leaf, self.sharding)
             if is_key(like):
-                return put(_padded_keys(leaf, self.rows), self.sharding)
+                return put(_padded_keys(leaf, self._numbers), self.sharding)
             if process_count() > 1:  # a program over several processes takes no NumPy arrays
                 return self._put_own_rows(path, leaf, count, like)
             leaf = np.asarray(leaf)
             if count != self.rows:
-                leaf = np.concatenate([leaf, leaf[np.arange(count, self.rows) % count]])
+                leaf = leaf[self._numbers % count]
             return exactly(path, leaf, like.dtype)
 
         leaves = map(filled, self._paths, jax.tree.leaves(batch), self._leaves)
@@ -197,8 +211,7 @@ class Placement:
 
         **Arguments:** as for `Program.place_epoch`.
         """
-        # Row i of a step holds example i mod count, as in `rows.py`.
-        places = np.arange(self.rows) % counts[:, None]
+        places = self._numbers % counts[:, None]
         rows = np.take_along_axis(rows, places, axis=1).astype(np.int32)
         columns = NamedSharding(self.sharding.mesh, P(None, *self.sharding.spec))
         return Placed(put(rows, columns), put(counts.astype(np.int32), self._whole))
@@ -209,7 +222,7 @@ class Placement:
         """Return the padded rows over all processes; of `leaf` read this process's own alone."""
 
         def rows(index: Any) -> np.ndarray:
-            places = np.arange(self.rows)[index[0]] % count
+            places = self._numbers[index[0]] % count
             return exactly(path, np.asarray(leaf[places]), like.dtype)
 
         if not isinstance(leaf, Selection):
@@ -405,10 +418,10 @@ def is_key(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def _padded_keys(keys: Any, rows: int) -> jax.Array:
-    """Return `rows` random keys: the given ones, repeated."""
+def _padded_keys(keys: Any, places: Int[np.ndarray, "N"]) -> jax.Array:
+    """Return the random keys at some places: the given ones, repeated."""
     numbers = np.asarray(jax.random.key_data(keys))
-    padded = numbers[np.arange(rows) % len(numbers)]
+    padded = numbers[places % len(numbers)]
     return jax.random.wrap_key_data(jnp.asarray(padded), impl=jax.random.key_impl(keys))
 
 

@@ -309,7 +309,9 @@ class Population(StepFunctions):
         """
         assert self._reading is not None, "see `check_order`"
         reading = self._reading
-        reads = Reads(reading, self.plan.padded_size(reading.batch_size), self.plan.data)
+        plan = self.plan
+        rows = plan.placed_rows(reading.batch_size)
+        reads = Reads(reading, rows, plan.replica_microbatches)
 
         def member_loop(
             state: TrainState, member: MemberArrays, data: PyTree, first: Array, stop: Array

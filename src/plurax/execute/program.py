@@ -30,7 +30,7 @@ from plurax.execute.hyperparams import Hyperparams
 from plurax.execute.initial_state import new_state, replace_params
 from plurax.execute.layouts.state_layout import place_start
 from plurax.execute.network import Network
-from plurax.execute.placement import Placed, Placement, device_data, leading_dim
+from plurax.execute.placement import Placed, Placement, device_data
 from plurax.execute.population import HyperFn, Population, example_network
 from plurax.execute.predict import Predictor
 from plurax.execute.recorder import TracedStep, read_traced, record_network
@@ -90,14 +90,14 @@ class Program:
         try_options(self._options, mesh)
         # Shapes alone: a cached program must not keep anyone's data.
         self.data = None if data is None else data.abstract()
-        self._placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
+        self._placement = Placement.of(batch, plan, mesh)
         self.batch_size = self._placement.size
         self._example = example_network(task, optimizer, members)
         like = jax.eval_shape(lambda: new_state(*self._example, jax.random.key(0)))
         # A coupled loss (one that mixes examples, such as batch norm) must ignore padding rows by
         # its mask; if it does not, only batches that need no padding are valid.
         pads = may_pad(self._example.task, like, self._placement.like, mesh)
-        unit = plan.data * plan.microbatches
+        unit = plan.parts
         if not pads and self._placement.rows != self.batch_size:
             raise errors.mask_not_read(self.batch_size, unit)
         self._functions = self._choose(plan, pads=pads)
@@ -128,7 +128,7 @@ class Program:
         # Rows that do not divide go to every device.
         split = plan.padded_size(size) == size
         if plan.pipeline > 1 and not split:  # whose microbatches have one size
-            raise errors.mask_not_read(size, plan.data * plan.microbatches)
+            raise errors.mask_not_read(size, plan.parts)
         sharding = split_rows(mesh) if split else replicated(mesh)
         placement = Placement(with_rows(self._placement.like, size), size, sharding)
         return PaddedRunner(self._network(plan, placement.like, sharding), placement)

@@ -17,11 +17,13 @@ loop that reads the rows; into the first matrix product it does so once for each
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
+from plurax.execute.rows import first_row
 from plurax.members import MemberArrays
 from plurax.resample import Bootstrap, Everything, Resample, stream_row
 
@@ -56,20 +58,20 @@ class EpochSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """An `EpochSpec` on one device of `split`: the rows of each step that this device reads.
+    """An `EpochSpec` on one device of `data`: the rows of each step that this device reads.
 
-    **Fields:** `reading`; `rows`, of a step on all devices, padding included; `split`, devices of
-    the mesh axis `data`.
+    **Fields:** `reading`; `rows`, of a step on all devices, padding included; `parts`, the number
+    of microbatches of each device of the mesh axis `data`.
     """
 
     reading: EpochSpec
     rows: int
-    split: int
+    parts: Sequence[int]
 
     @property
     def size(self) -> int:
         """The number of rows of a step on this device."""
-        return self.rows // self.split
+        return self.rows // len(self.parts)
 
     @property
     def block(self) -> int:
@@ -108,8 +110,7 @@ class Reads:
         reading = self.reading
         index = t % reading.steps
         index_S = index - index % self.block + jnp.arange(self.block, dtype=jnp.int32)
-        first = jax.lax.axis_index("data") * self.size if self.split > 1 else 0
-        place_B = first + jnp.arange(self.size, dtype=jnp.int32)
+        place_B = first_row(self.parts, self.size) + jnp.arange(self.size, dtype=jnp.int32)
         place_SB = place_B[None, :] % self.count(index_S)[:, None]
         return stream_row(
             reading.resample,

@@ -36,7 +36,7 @@ from plurax.execute.population import HyperFn, Population
 from plurax.execute.step_functions import StepFunctions
 from plurax.jaxpr.compat import inner_jaxprs, open_jaxpr
 from plurax.members import Members
-from plurax.mesh import abstract_mesh, split_rows
+from plurax.mesh import abstract_mesh
 from plurax.pipeline.schedule import make_schedule, named
 from plurax.plan import Plan
 from plurax.task import Task
@@ -62,7 +62,7 @@ def record_step(
     """
     check_kinds(task, optimizer, plan, None)
     mesh = abstract_mesh(plan, platform)
-    placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
+    placement = Placement.of(batch, plan, mesh)
     network = Network(task, optimizer, plan, mesh, placement.like, placement.sharding)
     return record_network(network, placement)
 
@@ -123,7 +123,7 @@ def record_population(
     """
     check_population(task, optimizer, plan, members)
     mesh = abstract_mesh(plan, platform)
-    placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
+    placement = Placement.of(batch, plan, mesh)
 
     def population_of(plan: Plan) -> Population:
         population = Population(task, optimizer, plan, mesh, placement.like, members)
@@ -185,20 +185,24 @@ def record_steady_step(
     """
     size, few = leading_dim(batch), max(16, 2 * plan.pipeline)
     # Whole microbatches only, or the rows of one would differ.
-    whole = size % plan.microbatches == 0
+    whole = size % plan.most_microbatches == 0
     known = named(plan.schedule)
     grows = known is None or known.stores_all
-    if plan.pipeline == 1 or plan.microbatches <= few or grows or not whole:
+    if plan.pipeline == 1 or plan.most_microbatches <= few or grows or not whole:
         return record_step(task, optimizer, plan, batch, platform)
     less = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((size // plan.microbatches * few, *x.shape[1:]), x.dtype),
+        lambda x: jax.ShapeDtypeStruct(
+            (size // plan.most_microbatches * few, *x.shape[1:]), x.dtype
+        ),
         batch,
     )
     few_plan = dataclasses.replace(plan, microbatches=few)
     trace = record_step(task, optimizer, few_plan, less, platform)
     assert trace.pipeline is not None
-    schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages)
-    rows = trace.memory.batch * plan.microbatches // few
+    schedule = make_schedule(
+        plan.schedule, plan.pipeline, plan.most_microbatches, plan.virtual_stages
+    )
+    rows = trace.memory.batch * plan.most_microbatches // few
     return dataclasses.replace(
         trace,
         plan=plan,

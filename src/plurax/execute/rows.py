@@ -11,10 +11,12 @@ by `where`. Multiplying them by zero instead would turn an overflow in one of th
     mask = row < 3              T     T      T     F
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
 
@@ -69,9 +71,38 @@ def index_rows(
 
 
 def index_device_rows(
-    batch: PyTree, key: Key[Array, ""] | StepKey, count: Int[Array, ""], devices: int
+    batch: PyTree, key: Key[Array, ""] | StepKey, count: Int[Array, ""], parts: Sequence[int]
 ) -> Rows:
-    """Call `index_rows` for one device's rows, inside `shard_map` over `data`."""
+    """Call `index_rows` for one device's rows, inside `shard_map` over `data`.
+
+    `parts`: the number of microbatches of each device.
+    """
     size = jax.tree.leaves(batch)[0].shape[0]
-    first = jax.lax.axis_index("data") * size if devices > 1 else 0
-    return index_rows(batch, key, count, first)
+    return index_rows(batch, key, count, first_row(parts, size))
+
+
+def first_row(parts: Sequence[int], size: int) -> Int[Array, ""] | int:
+    """Return the index in the whole batch of the first of this device's `size` rows."""
+    if len(set(parts)) == 1:
+        return jax.lax.axis_index("data") * size if len(parts) > 1 else 0
+    return of_this_device(row_numbers(parts, size * len(parts))[::size])
+
+
+def of_this_device(values: Any) -> Int[Array, ""]:
+    """Return one of the values of all devices of `data`, inside `shard_map` over it."""
+    return jnp.asarray(values, jnp.int32)[jax.lax.axis_index("data")]
+
+
+def row_numbers(parts: Sequence[int], rows: int) -> Int[np.ndarray, "N"]:
+    """Return the index in the whole batch of each of the rows on all devices.
+
+    A device has its `parts` microbatches of consecutive rows. All have room for the most: what
+    fills it up, here rows 2 to 5 on the first device, is not read.
+
+    >>> row_numbers((1, 3), 12).reshape(2, 6).tolist()
+    [[0, 1, 2, 3, 4, 5], [2, 3, 4, 5, 6, 7]]
+    """
+    counts, size = np.asarray(parts), rows // len(parts)
+    first = (np.cumsum(counts) - counts) * (size // max(parts))
+    numbers: np.ndarray = (first[:, None] + np.arange(size)).reshape(-1)
+    return numbers

@@ -12,9 +12,17 @@ up on each device and reduce once at the end. Example, 8 rows on 2 devices, 2 mi
     coupled_totals  m=0  0 2                    4 6        examples 0, 2, 4, 6 see each other
                     m=1  1 3                    5 7        examples 1, 3, 5, 7 see each other
     then                 psum over `data` of (weight, loss, metrics, grads), outside the loop
+
+Devices that are not equally fast may have different numbers of microbatches (`device_totals`). Each
+has rows for the most, and runs its loop as often as a table says at its index on `data`. There is
+no collective over `data` inside. Example, microbatches of 2 rows, (3, 1) of them:
+
+                         device 0               device 1
+    rows                 0 1 2 3 4 5            6 7 - - - -
+    trips of the loop    3                      1
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -22,7 +30,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from plurax.execute.gradient import Totals
-from plurax.execute.rows import Rows, StepKey, index_device_rows, index_rows
+from plurax.execute.rows import Rows, StepKey, index_device_rows, index_rows, of_this_device
 from plurax.jaxpr.barrier import order_after, pick_dependency
 from plurax.sharding.reduce_dtype import EXACT, SumRounding
 from plurax.tree import sum_dtype
@@ -35,7 +43,9 @@ BatchTotals = Callable[[PyTree, PyTree, PyTree, StepKey, Int[Array, ""]], tuple[
 
 
 def accumulate(
-    fun: Callable[[PyTree, PyTree], tuple[Total, PyTree]], microbatches: int
+    fun: Callable[[PyTree, PyTree], tuple[Total, PyTree]],
+    microbatches: int,
+    trips: Array | None = None,
 ) -> Callable[[PyTree, PyTree], tuple[Total, PyTree]]:
     """Return `fun(state, rows) -> (total, state)` for rows stacked by microbatch.
 
@@ -51,6 +61,7 @@ def accumulate(
 
     - `fun`: returns a tree of sums and the next state.
     - `microbatches`: leading dim of every leaf of the `rows` given to the result.
+    - `trips`: the number of microbatches that are run, the first ones. None: all.
 
     Sums are carried in float32 or wider. There is no communication here: each device keeps its own
     sums, unless `fun` reduces them.
@@ -62,7 +73,7 @@ def accumulate(
     """
 
     def run(state: PyTree, rows: PyTree) -> tuple[Total, PyTree]:
-        if microbatches == 1:
+        if microbatches == 1 and trips is None:
             part, state = fun(state, jax.tree.map(lambda leaf: leaf[0], rows))
             return added(None, part), state
 
@@ -76,6 +87,12 @@ def accumulate(
 
         shapes, _ = jax.eval_shape(lambda: traced(state, jax.tree.map(lambda x: x[0], rows)))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, sum_dtype(s.dtype)), shapes)
+        if trips is not None:
+
+            def microbatch(m: Array, carry: tuple[Total, PyTree]) -> tuple[Total, PyTree]:
+                return body(carry, row_of(rows, m))[0]
+
+            return jax.lax.fori_loop(0, trips, microbatch, (zeros, state))
         (total, state), _ = jax.lax.scan(body, (zeros, state), rows)
         return total, state
 
@@ -86,6 +103,7 @@ def accumulate_with_last(
     fun: Callable[[PyTree, PyTree], tuple[Total, PyTree]],
     last: Callable[[Total | None, PyTree, PyTree], tuple[Total, PyTree]],
     microbatches: int,
+    trips: Array | None = None,
 ) -> Callable[[PyTree, PyTree], tuple[Total, PyTree]]:
     """Return what `accumulate` does, with the last microbatch after the loop.
 
@@ -94,15 +112,13 @@ def accumulate_with_last(
     """
 
     def run(state: PyTree, rows: PyTree) -> tuple[Total, PyTree]:
-        def microbatch(m: Array | int) -> PyTree:
-            return jax.tree.map(
-                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, m, keepdims=False), rows
-            )
-
-        final, total = microbatch(microbatches - 1), None
+        before_last = None if trips is None else trips - 1
+        final, total = row_of(rows, microbatches - 1 if trips is None else before_last), None
         if microbatches > 1:
             # The loop reads rows by their index: those of all but one would be a copy.
-            before = accumulate(lambda state, m: fun(state, microbatch(m)), microbatches - 1)
+            before = accumulate(
+                lambda state, m: fun(state, row_of(rows, m)), microbatches - 1, before_last
+            )
             total, state = before(state, jnp.arange(microbatches - 1, dtype=jnp.int32))
             # Otherwise a compiler may run the last one's forward pass, and keep what it computes,
             # before the backward pass of those before it.
@@ -113,6 +129,11 @@ def accumulate_with_last(
         return last(total, state, final)
 
     return run
+
+
+def row_of(rows: PyTree, m: Any) -> PyTree:
+    """Return the rows of microbatch `m` of rows stacked by microbatch."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, m, keepdims=False), rows)
 
 
 def added(total: Total | None, part: Total) -> Total:
@@ -136,17 +157,18 @@ def over_data(axis_size: int, rounding: SumRounding = EXACT) -> Callable[[Totals
 
 def device_totals(
     fun: Gradient,
-    axis_size: int,
-    microbatches: int,
+    parts: Sequence[int],
     reduce: Callable[[Totals], Totals] | None = None,
     last: LastGradient | None = None,
 ) -> BatchTotals:
     """Return `(params, model_state, batch, key, count) -> (totals, model_state)` on one device.
 
-    Call it inside `shard_map`, with the device's own rows. It runs them in `microbatches` parts,
-    adds up locally, and then over devices by `reduce` (default `over_data`). `last` is called for
-    the last part; it may reduce gradients over devices while it computes others.
+    Call it inside `shard_map`, with the device's own rows. Of these each device of `data` runs as
+    many microbatches as `parts` says, adds up locally, and then over devices by `reduce` (default
+    `over_data`). `last` is called for the last one; it may reduce gradients over devices while it
+    computes others.
     """
+    microbatches = max(parts)
 
     def one(params: PyTree, state: PyTree, part: Rows, _: Array, __: Array) -> Any:
         return fun(params, state, part)
@@ -155,8 +177,7 @@ def device_totals(
         # No -1 for a size: of a leaf without elements it could be any.
         return leaf.reshape(microbatches, leaf.shape[0] // microbatches, *leaf.shape[1:])
 
-    reduce = reduce or over_data(axis_size)
-    return _in_microbatches(one, split, axis_size, microbatches, reduce, last)
+    return _in_microbatches(one, split, parts, reduce or over_data(len(parts)), last)
 
 
 def coupled_totals(
@@ -181,21 +202,23 @@ def coupled_totals(
     def split(leaf: Array) -> Array:
         return round_robin(leaf, microbatches)
 
-    return _in_microbatches(one, split, axis_size, microbatches, reduce or (lambda totals: totals))
+    parts = (microbatches,) * axis_size
+    return _in_microbatches(one, split, parts, reduce or (lambda totals: totals))
 
 
 def _in_microbatches(
     fun: Callable[[PyTree, PyTree, Rows, Array, Array], tuple[Totals, PyTree]],
     split: Callable[[Array], Array],
-    axis_size: int,
-    microbatches: int,
+    parts: Sequence[int],
     reduce: Callable[[Totals], Totals],
     last: LastGradient | None = None,
 ) -> BatchTotals:
     """Sum `fun(params, model_state, rows, microbatch, count)` over microbatches.
 
-    `split` reshapes a device's rows `(N, ...)` to `(microbatches, N / microbatches, ...)`.
+    `split` reshapes a device's rows `(N, ...)` to `(microbatches, N / microbatches, ...)`; `parts`
+    are the microbatches of each device of `data`.
     """
+    microbatches = max(parts)
 
     def local(
         params: PyTree,
@@ -204,16 +227,20 @@ def _in_microbatches(
         key: StepKey,
         count: Int[Array, ""],
     ) -> tuple[Totals, PyTree]:
-        rows = jax.tree.map(split, index_device_rows(batch, key, count, axis_size))
+        rows = jax.tree.map(split, index_device_rows(batch, key, count, parts))
+        trips = of_this_device(parts) if len(set(parts)) > 1 else None
 
         def each(state: PyTree, part: PyTree) -> tuple[Totals, PyTree]:
             return fun(params, state, part[0], part[1], count)
 
         if last is None:
-            run = accumulate(each, microbatches)
+            run = accumulate(each, microbatches, trips)
         else:
             run = accumulate_with_last(
-                each, lambda sums, state, part: last(params, state, part[0], sums), microbatches
+                each,
+                lambda sums, state, part: last(params, state, part[0], sums),
+                microbatches,
+                trips,
             )
         totals, model_state = run(model_state, (rows, jnp.arange(microbatches, dtype=jnp.int32)))
         return reduce(totals), model_state
@@ -268,7 +295,7 @@ def device_evaluation(
     reduce = reduce or over_data(axis_size)
 
     def local(params: PyTree, model_state: PyTree, batch: PyTree, count: Any) -> Totals:
-        rows = index_device_rows(batch, jax.random.key(0), count, axis_size)
+        rows = index_device_rows(batch, jax.random.key(0), count, (1,) * axis_size)
         return reduce(evaluate(params, model_state, rows))
 
     return local

@@ -121,7 +121,7 @@ class TimeCosts:
                 size,
                 n,
                 plan.zero,
-                plan.microbatches,
+                plan.most_microbatches,
                 stride=plan.pipeline * graph.axes.size(list(graph.axes.sizes)),
                 mesh_devices=self._devices(graph.axes),
                 gathered=2 / tensor.itemsize if half else 1.0,

@@ -222,7 +222,7 @@ def graph_of_step(task: Task, plan: Plan, batch: PyTree) -> Graph:
     its shardings for parameters do not: these are what is searched.
     """
     mesh = abstract_mesh(plan)
-    size = plan.padded_size(leading_dim(batch)) // (plan.data * plan.microbatches)
+    size = plan.padded_size(leading_dim(batch)) // plan.parts
 
     def rows(batch: PyTree) -> Rows:
         key = jax.random.key(0)
@@ -245,7 +245,7 @@ def graph_of_step(task: Task, plan: Plan, batch: PyTree) -> Graph:
         args,
         axes,
         searched=split,
-        trips=plan.microbatches,
+        trips=plan.most_microbatches,
         named=rules.find,
     )
 

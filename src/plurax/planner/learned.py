@@ -61,7 +61,7 @@ class Learned:
         self._update_starts = min(update, self._update_starts or update)
         self._updates.append((sizes.zero, update))
         if plan.pipeline == 1:
-            starts = estimated.gradient.overhead / plan.microbatches
+            starts = estimated.gradient.overhead / plan.most_microbatches
             self._starts[plan.remat] = min(self._starts.get(plan.remat, starts), starts)
             self._bounding.append((plan.remat, plan.devices, starts))
         share = estimated.seconds / self._least(sizes, bound)
@@ -96,7 +96,7 @@ class Learned:
 
     def _with_starts(self, plan: Plan, computed: Computed) -> float:
         starts = self._starts.get(plan.remat, min(self._starts.values(), default=0.0))
-        starts = plan.microbatches * starts + (self._update_starts or 0.0)
+        starts = plan.most_microbatches * starts + (self._update_starts or 0.0)
         return computed.seconds + starts / plan.pipeline
 
     def seconds(self, plan: Plan, computed: Computed) -> float:

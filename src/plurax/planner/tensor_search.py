@@ -81,7 +81,7 @@ class Sharded:
     @property
     def rows_of_a_microbatch(self) -> float:
         """The rows of a microbatch on one device."""
-        return self.rows / self.plan.microbatches
+        return self.rows / self.plan.most_microbatches
 
     @property
     def splits_products(self) -> bool:
@@ -94,14 +94,14 @@ class Sharded:
     @functools.cached_property
     def profile(self) -> SolutionProfile:
         """Where the seconds and the bytes of one microbatch are."""
-        times = self.plan.microbatches
+        times = self.plan.most_microbatches
         return profile_of(self.graph, self.solution, self.costs, times, self.depth)
 
     @functools.cached_property
     def starts(self) -> float:
         """The seconds in which the products of one microbatch start, whatever its rows."""
         products = sum(node.trips for node, one in self._chosen() if one.product is not None)
-        return self.costs.machine.start_seconds * products / self.plan.microbatches
+        return self.costs.machine.start_seconds * products / self.plan.most_microbatches
 
     @functools.cached_property
     def seconds_sent(self) -> float:
@@ -254,10 +254,12 @@ class TensorSearch:
             return self._stages(plan).seconds + (once + reduction) / plan.pipeline + sent
         rows = self._batch_size / plan.data / solved.rows_of_a_microbatch
         seconds = rows * (solved.profile.seconds - solved.starts)
-        seconds = (seconds + plan.microbatches * solved.starts) / (speeds[0] if speeds else 1.0)
+        seconds = (seconds + plan.most_microbatches * solved.starts) / (
+            speeds[0] if speeds else 1.0
+        )
         if self._machine is not None and sends_meanwhile(self._machine):
             # Behind the backward pass of the last microbatch, from ZeRO 2 on behind all of them.
-            beside = seconds if plan.zero >= 2 else seconds / plan.microbatches
+            beside = seconds if plan.zero >= 2 else seconds / plan.most_microbatches
             reduction = max(0.0, reduction - _BACKWARD * beside)
         return seconds + once + reduction
 
@@ -266,10 +268,12 @@ class TensorSearch:
         if self._machine is None:
             return 0.0
         assert isinstance(plan.schedule, str | tuple)
-        ticks = ticks_of_step(plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages)
+        ticks = ticks_of_step(
+            plan.schedule, plan.pipeline, plan.most_microbatches, plan.virtual_stages
+        )
         return pipeline_seconds(
             self._machine,
-            self._activations / plan.data / plan.microbatches,
+            self._activations / plan.data / plan.most_microbatches,
             self._tied / plan.tensor,
             ticks,
             plan.pipeline,
@@ -291,7 +295,7 @@ class TensorSearch:
             0.0,
             plan.data,
             plan.zero,
-            plan.microbatches,
+            plan.most_microbatches,
             stride=shards,
             mesh_devices=plan.devices,
         )
@@ -321,7 +325,7 @@ class TensorSearch:
         rows = self._rows(plan) / solved.rows_of_a_microbatch
         kept = copies + rows * profile.kept
         # Those of a microbatch beside their sum, or beside their shards, until they are reduced.
-        if self._depth and (plan.microbatches > 1 or (plan.data > 1 and plan.zero >= 2)):
+        if self._depth and (plan.most_microbatches > 1 or (plan.data > 1 and plan.zero >= 2)):
             kept += gradients
         return own[True] + own[False], kept
 
@@ -345,7 +349,7 @@ class TensorSearch:
         return StagedModel(
             plan.schedule,
             plan.pipeline,
-            plan.microbatches,
+            plan.most_microbatches,
             plan.virtual_stages,
             # The parts between boundaries are taken to be equal.
             self._depth or sum(plan.layers or (1,) * plan.total_stages),
@@ -408,7 +412,7 @@ class TensorSearch:
         return nearest[2] if nearest and nearest[0] <= apart else None
 
     def _rows(self, plan: Plan) -> float:
-        return self._batch_size / plan.data / plan.microbatches
+        return self._batch_size / plan.data / plan.most_microbatches
 
     def _lean(self, plan: Plan) -> bool:
         """Whether parameters must be split over `tensor` for a candidate to fit.

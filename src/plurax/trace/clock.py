@@ -111,6 +111,17 @@ def rates_of_stages(plan: Plan, machine: Machine) -> list[Machine]:
     ]
 
 
+def rates_of_replicas(plan: Plan, machine: Machine) -> dict[Machine, int]:
+    """Return the rates of the devices of a plan without a pipeline, each with the most microbatches
+    that a replica at these rates has. Raises `MachineError` if those of one replica differ."""
+    most: dict[Machine, int] = {}
+    for index in range(plan.member * plan.data if machine.groups else 1):
+        rates = machine.rates_of(range(index * plan.tensor, (index + 1) * plan.tensor))
+        count = plan.replica_microbatches[index % plan.data]
+        most[rates] = max(count, most.get(rates, 0))
+    return most if machine.groups else {machine: plan.most_microbatches}
+
+
 def product_seconds(
     rates: Machine, dims: tuple[int, int, int, int], dtype: str, moved: float
 ) -> float:
@@ -144,12 +155,15 @@ def collective_seconds(
 
 @final
 class Clock:
-    """Turns work into seconds, on the machine's devices that run a plan."""
+    """Turns work into seconds, on the machine's devices that run a plan.
 
-    def __init__(self, plan: Plan, machine: Machine) -> None:
+    `rates`: of the devices that count, where they are not all alike.
+    """
+
+    def __init__(self, plan: Plan, machine: Machine, rates: Machine | None = None) -> None:
         self._sizes = {axis: plan.axes[axis] for axis in MESH_AXES}
         self._machine, self._devices = machine, plan.devices
-        self._rates = rates_of_stages(plan, machine)
+        self._rates = [rates] if rates else rates_of_stages(plan, machine)
 
     def seconds(self, work: Work, stage: int = 0) -> Seconds:
         """Return the seconds of some work on the devices at one index of the axis `pipeline`."""

@@ -50,5 +50,5 @@ def shrink(plan: Plan, devices: int, processes: int, *, keep_microbatches: bool 
         return dataclasses.replace(plan, member=smaller)
     if keep_microbatches or smaller == size:
         return dataclasses.replace(plan, data=smaller)
-    more = -(-plan.data * plan.microbatches // smaller)
+    more = -(-plan.parts // smaller)
     return dataclasses.replace(plan, data=smaller, microbatches=more)

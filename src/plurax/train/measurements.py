@@ -51,7 +51,7 @@ def estimate_run(
     if not (isinstance(source, ArrayData) and stays_resident(program, source, resident)):
         return estimated
     plan, steps = program.plan, source.batches_per_epoch
-    order = 4 * steps * (plan.padded_size(program.batch_size) // plan.data)  # 4: int32
+    order = 4 * steps * (plan.placed_rows(program.batch_size) // plan.data)  # 4: int32
     memory = {**estimated.memory, "data": tree.byte_count(source.arrays) + order}
     return dataclasses.replace(estimated, memory=memory)
 

@@ -7,6 +7,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from plurax import errors
 from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.pipelined import PipelinedBackend
 from plurax.execute.backends.replicated import ReplicatedBackend
@@ -29,6 +30,13 @@ def make_backend(
     `batch` is a batch of the largest size as `jax.ShapeDtypeStruct`s, not padded. Raises
     `PlanError` where the plan does not fit the task.
     """
+    if task.coupled and not isinstance(plan.microbatches, int):
+        raise errors.PlanError(
+            f"Plan(microbatches={plan.microbatches}): the loss of this task couples the examples "
+            "of a microbatch (Task(coupled=True)), so that all devices of `data` communicate in "
+            "every microbatch, and these have different numbers of them. Give one number for all: "
+            f"microbatches={plan.most_microbatches}."
+        )
     if not needs_partitioner(task, plan):
         # A plan that splits only the batch runs the task's functions unchanged: XLA may fuse them.
         return ReplicatedBackend(task, optimizer, plan, platform=platform_of(mesh))
@@ -43,10 +51,10 @@ def microbatch(batch: PyTree, plan: Plan, *, coupled: bool = False) -> PyTree:
     The rows are those of one device, or with `coupled` (a loss that couples examples) those of all
     devices together. `batch` is the whole batch; its size is padded as the plan pads it.
     """
-    devices = 1 if coupled else plan.data
+    devices = plan.data if coupled else 1
 
     def part(leaf: Any) -> jax.ShapeDtypeStruct:
-        rows = plan.padded_size(leaf.shape[0]) // (devices * plan.microbatches)
+        rows = plan.padded_size(leaf.shape[0]) // plan.parts * devices
         return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
 
     return jax.tree.map(part, batch)

@@ -97,7 +97,7 @@ class PipelinedBackend(Backend):
         self.task, self.optimizer, self.plan, self._mesh = task, optimizer, plan, mesh
         self.manual_axes = frozenset(mesh.axis_names)
         self.schedule = make_schedule(
-            plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages
+            plan.schedule, plan.pipeline, plan.most_microbatches, plan.virtual_stages
         )
         assignment = layer_assignment(task.stack, plan)
         layered = self._layered(task)
@@ -173,7 +173,7 @@ class PipelinedBackend(Backend):
             count: Int[Array, ""],
         ) -> tuple[Totals, PyTree]:
             coupled = self.task.coupled
-            rows = index_device_rows(batch, key, count, self.plan.data)
+            rows = index_device_rows(batch, key, count, (1,) * self.plan.data)
             rows = self._microbatches(rows, coupled=coupled)
             like = _first(rows, self.plan.data if coupled else 1)
             network = training_network(self.task, self.plan, self._like, like, self._stage())
@@ -209,7 +209,7 @@ class PipelinedBackend(Backend):
 
         For a coupled loss every device has its part of the same examples of each microbatch.
         """
-        m = self.plan.microbatches
+        m = self.plan.most_microbatches
         if coupled:
             return jax.tree.map(lambda leaf: round_robin(leaf, m), rows)
         return jax.tree.map(lambda leaf: leaf.reshape(m, len(leaf) // m, *leaf.shape[1:]), rows)
@@ -419,7 +419,7 @@ class PipelinedBackend(Backend):
         """
 
         def local(params: Staged, model_state: PyTree, batch: PyTree, count: Any) -> Totals:
-            rows = index_device_rows(batch, jax.random.key(0), count, self.plan.data)
+            rows = index_device_rows(batch, jax.random.key(0), count, (1,) * self.plan.data)
             rows = self._microbatches(rows)
             network = evaluating_network(
                 self.task, self.plan, self._like, _first(rows), self._stage()

@@ -78,9 +78,9 @@ class ReplicatedBackend(Backend):
             if early_reduction.reduces_early(plan, self._platform):
                 last = early_reduction.reduced_gradient(fun, rounding)
                 fun, reduce = early_reduction.in_order(fun), over_data(1)
-            totals = device_totals(fun, plan.data, plan.microbatches, reduce, last)
+            totals = device_totals(fun, plan.replica_microbatches, reduce, last)
         else:
-            totals = (coupled_totals if split else uneven_totals)(fun, plan.microbatches)
+            totals = (coupled_totals if split else uneven_totals)(fun, plan.most_microbatches)
         return make_gradients(totals)
 
     def apply(

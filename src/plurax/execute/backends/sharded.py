@@ -184,10 +184,10 @@ class ShardedBackend(Backend):
         )
 
     def _total(self, split: bool = True) -> BatchTotals:
-        fun, microbatches = self._gradient(split), self.plan.microbatches
+        fun, microbatches = self._gradient(split), self.plan.most_microbatches
         if not self.task.coupled:
             last = self._gradient(split, last=True) if self._reduces_early else None
-            return device_totals(fun, self._data, microbatches, self._reduced, last)
+            return device_totals(fun, self.plan.replica_microbatches, self._reduced, last)
         if split:
             return coupled_totals(fun, microbatches, self._reduced, self._data)
         return uneven_totals(fun, microbatches, self._reduced)

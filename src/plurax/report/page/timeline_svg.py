@@ -29,7 +29,7 @@ def pipeline_svg(plan: Plan) -> str:
     """Return a plan's pipeline over time, with its idle time; "" for one that cannot run."""
     try:
         schedule = make_schedule(
-            plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages
+            plan.schedule, plan.pipeline, plan.most_microbatches, plan.virtual_stages
         )
     except errors.PlanError:
         return ""
