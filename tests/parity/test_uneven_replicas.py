@@ -90,7 +90,7 @@ def test_servers(one):
 def test_members_equal_those_of_one_device(resampled):
     """Of a batch that all share, and of rows that each reads itself."""
     members = px.Members(3, **({"resample": bootstrap()} if resampled else {}))
-    plan = px.Plan(member=2, data=2, microbatches=(3, 1), chunk=1, batch_dim="major")
+    plan = px.Plan(member=2, data=2, microbatches=(1, 3), chunk=1, batch_dim="major")
     runs = [fit(each, members=members) for each in (plan, px.Plan())]
     assert difference(*runs) < 1e-10
 

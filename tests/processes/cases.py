@@ -32,6 +32,7 @@ SIZES = (7, 4)
 STEPS = {
     ("vision transformer", "data=2"): {"data": 2, "microbatches": 2},
     ("gru", "data=8"): {"data": 8},
+    ("diffusion", "uneven"): {"data": 4, "microbatches": (3, 1, 2, 1)},
     ("recommender", "zero 3"): {"data": 8, "zero": 3},
     ("unet", "zero 2"): {"data": 4, "zero": 2, "microbatches": 2},
     ("pinn", "tensor across"): {"tensor": 2},
@@ -55,6 +56,7 @@ ROWS = models.data(50, dtype=np.float64)
 FITS = {
     "resident": {"plan": {"data": 4}},
     "streamed": {"plan": {"data": 4, "microbatches": 2}, "resident": False},
+    "uneven": {"plan": {"data": 4, "microbatches": (1, 3, 1, 2)}, "resident": False},
     "zero": {"plan": {"data": 4, "zero": 3}, "batch_size": 14},
     "batches": {"plan": {"data": 4}, "batches": True},
     "members": {"plan": {"member": 4, "batch_dim": "major"}, "members": 6},

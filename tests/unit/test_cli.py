@@ -298,6 +298,21 @@ def test_a_plan_file(workplace, capsys):
     assert "Plan(data=3, microbatches=2)" in out
 
 
+def test_microbatches_of_replicas_are_options_and_in_files(workplace, capsys):
+    px.Plan(data=2, microbatches=(3, 1)).save("uneven.toml")
+    options = (
+        ["--plan.data", "2", "--plan.microbatches", "3", "1"],
+        ["--plan-file", "uneven.toml"],
+    )
+    for given in options:
+        code, out, _ = run(capsys, "plan", "small.py", *given)
+        assert code == 0
+        assert "Plan(data=2, microbatches=(3, 1))" in out
+    code, _, said = run(capsys, "plan", "small.py", "--plan.microbatches", "3", "1")
+    assert code != 0
+    assert "has 2 numbers of microbatches" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

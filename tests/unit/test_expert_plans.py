@@ -18,7 +18,7 @@ from tests.zoo.test_zoo import task as zoo_task
 
 import plurax as px
 from plurax.machine_fields import Level
-from plurax.planner.experts import is_expert, machines_of_kinds, used_devices
+from plurax.planner.experts import in_proportion, is_expert, machines_of_kinds, used_devices
 from plurax.planner.sizes import Sizes
 
 A100, V100 = px.Machine.preset("A100-80GB"), px.Machine.preset("V100-32GB")
@@ -148,6 +148,50 @@ def test_on_uneven_machines_the_devices_of_the_best_plan_are_named():
     assert found.machine.memory == A100.memory
 
 
+THIRD = dataclasses.replace(A100, name="third", flops={"float32": A100.flops["float32"] / 3})
+MIXED = px.Machine.uneven("mixed", [(4, A100), (4, THIRD)], [Level("node", 8, NODE, 3.4e-6)])
+
+
+def test_replicas_on_slower_devices_get_fewer_rows():
+    """They are faster than with equal rows, and than the fast devices alone."""
+    task, batch, _ = perceptron(4096, 32768)
+    pins = {"tensor": 1, "pipeline": 1, "remat": "none"}
+    found = px.search(task, optax.adam(1e-3), batch, MIXED, pinned=pins, evaluations=12)
+    best = found.ranked[0]
+    assert found.machine == MIXED
+    assert (best.plan.data, best.plan.microbatches) == (8, (3, 3, 3, 3, 1, 1, 1, 1))
+
+    def seconds(machine, **plan):
+        return px.estimate(task, optax.adam(1e-3), px.Plan(**plan), batch, machine).seconds
+
+    equal = [
+        seconds(some, data=some.devices, microbatches=m, zero=zero)
+        for some, m, zero in itertools.product(alone(MIXED)[:2], (1, 2), (0, 1))
+    ]
+    assert best.seconds < 0.9 * min(equal)
+    assert best.seconds == seconds(
+        MIXED, data=8, microbatches=best.plan.microbatches, zero=best.plan.zero
+    )
+
+
+def test_pinned_microbatches_of_replicas_hold():
+    task, batch, _ = perceptron(512, 1024)
+    pins = {"data": 2, "microbatches": (1, 3), "tensor": 1, "remat": "none"}
+    found = px.search(task, optax.adam(1e-3), batch, MIXED, pinned=pins, evaluations=8)
+    assert {one.plan.microbatches for one in found.ranked} == {(1, 3)}
+    assert {one.plan.zero for one in found.ranked} == {0, 1}
+
+
+def test_microbatches_in_proportion():
+    fewest, *_ = in_proportion(MIXED, 8, 1, 96, "float32")
+    assert fewest == (2, 2, 2, 2, 1, 1, 1, 1)
+    assert in_proportion(MIXED, 4, 2, 8, "float32") == [(3, 3, 1, 1)]
+    assert in_proportion(MIXED, 2, 4, 16, "float32") == [(3, 1)]  # (12, 4) is no faster
+    assert in_proportion(MIXED, 1, 8, 6, "float32") == []  # one replica of both kinds
+    assert in_proportion(MIXED, 4, 1, 6, "float32") == []  # on the first devices, which are alike
+    assert in_proportion(A100, 1, 1, 6, "float32") == []
+
+
 def test_kinds_alone():
     assert machines_of_kinds(A100) == []
     first, second = machines_of_kinds(uneven((2, A100), (6, V100)))
@@ -172,6 +216,7 @@ def test_kinds_alone():
         ((4, 1, 1, 1, 1, "dots", "1f1b", 1), True),
         ((1, 1, 4, 1, 0, "none", "1f1b", 1), True),
         ((1, 1, 4, 2, 0, "none", "1f1b", 1), False),  # of 32 rows
+        ((2, 1, 4, (3, 1), 0, "none", "1f1b", 1), True),  # of 16 rows, in proportion
     ],
 )
 def test_what_experts_try(sizes, wanted):

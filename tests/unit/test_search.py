@@ -172,9 +172,9 @@ def test_stages_on_faster_devices_get_more_layers():
     assert first > last
     even = px.estimate(task, optimizer, px.Plan(pipeline=2, microbatches=8), batch, both)
     assert found.ranked[0].seconds < 0.9 * even.seconds
-    # Over `data` and `tensor` devices must be alike.
-    with pytest.raises(px.errors.PlanError, match=r"data=2.*both.*differ"):
-        px.search(task, optimizer, batch, both, pinned={"data": 2, "tensor": 1})
+    # Over `tensor` devices must be alike.
+    with pytest.raises(px.errors.PlanError, match=r"tensor=2.*both.*differ"):
+        px.search(task, optimizer, batch, both, pinned={"data": 1, "tensor": 2, "pipeline": 1})
 
 
 def test_why_a_parameter_is_split():

@@ -48,7 +48,7 @@ from plurax.planner.costs import (
     reduction_seconds,
     update_bytes,
 )
-from plurax.planner.experts import ROWS, used_devices
+from plurax.planner.experts import ROWS, in_proportion, used_devices
 from plurax.planner.graph import Graph, graph_of
 from plurax.planner.lockstep import stage_times, ticks_of_step
 from plurax.planner.sizes import Sizes
@@ -56,6 +56,7 @@ from plurax.sharding.annotations import Boundary, activation_names, annotations_
 from plurax.sharding.axes import Axes
 from plurax.state import TrainState
 from plurax.task import Task
+from plurax.trace.clock import rates_of_replicas
 
 # Costs know nothing of copies to the host's memory.
 REMATS: tuple[Remat, ...] = tuple(policy for policy in POLICIES if policy != "offload")
@@ -67,10 +68,12 @@ class StepTotals:
 
     **Fields:** `seconds` of all operations, `products` among them; `forward`, the share of the
     operations of products in the forward pass, and `layers`, in the layers of a stack; `kept`,
-    bytes that the forward pass keeps for the backward pass.
+    bytes that the forward pass keeps for the backward pass; `kinds`, the seconds on each kind of
+    device, of which `seconds` are the least.
     """
 
     seconds: float
+    kinds: Mapping[Machine, float]
     products: float
     forward: float
     layers: float
@@ -85,7 +88,7 @@ class Model:
     `parameters` and `optimizer`, the bytes of each; `tied`, those of parameters that the first and
     the last stage hold; `activations`, those that one stage sends to the next for the whole batch;
     `batch_size`; `layers`, the largest number of stages into which the model can be cut;
-    `precision`; `names`, of activations.
+    `precision`; `names`, of activations; `coupled`, whether the loss couples examples.
     """
 
     like: TrainState
@@ -98,6 +101,7 @@ class Model:
     layers: int
     precision: Precision
     names: Sequence[str]
+    coupled: bool
 
 
 def model_of(
@@ -130,22 +134,20 @@ def model_of(
         layers=depth or 1 + marked,
         precision=precision,
         names=activation_names(annotations_in(graph.traced.jaxpr)),
+        coupled=task.coupled,
     )
 
 
 def _totals(graph: Graph, machine: Machine, depth: int) -> StepTotals:
-    # Of devices that differ, as if all were the fastest.
-    fastest = max(
-        (kind for _, kind in machine.groups),
-        key=lambda one: max(one.flops.values()),
-        default=machine,
-    )
-    costs = TimeCosts(dataclasses.replace(fastest, overhead=0.0))
-    seconds = forward = layers = every = products = 0.0
+    kinds = [kind for _, kind in machine.groups] or [machine]
+    costs = {kind: TimeCosts(dataclasses.replace(kind, overhead=0.0)) for kind in kinds}
+    seconds = dict.fromkeys(costs, 0.0)
+    forward = layers = every = products = 0.0
     for node in graph.nodes:
         (strategy,) = node.strategies
         if node.kind != "parameter":
-            seconds += costs.strategy(graph, node, strategy)
+            for kind, cost in costs.items():
+                seconds[kind] += cost.strategy(graph, node, strategy)
         if strategy.flops:
             own = node.trips * strategy.flops
             every += own
@@ -157,7 +159,8 @@ def _totals(graph: Graph, machine: Machine, depth: int) -> StepTotals:
         for value in graph.values
         if value.kept and value.varying
     )
-    return StepTotals(seconds, products, forward / (every or 1), layers / (every or 1), kept)
+    least, shares = min(seconds.values()), (forward / (every or 1), layers / (every or 1))
+    return StepTotals(least, seconds, products, *shares, kept)
 
 
 def tied_bytes(task: Task, parameters: PyTree) -> int:
@@ -254,16 +257,23 @@ def _every_sizes(
     for data, pipeline, tensor in meshes:
         if any(pins.get(k, n) != n for k, n in zip(_SIZES, (data, pipeline, tensor), strict=True)):
             continue
-        if model.batch_size % data or pipeline > model.layers:
+        if pipeline > model.layers:
             continue
-        rows = model.batch_size // data
-        for microbatches in choices("microbatches", _microbatches(rows, pipeline)):
+        every = _all_microbatches(model, machine, data, pipeline, tensor)
+        for microbatches in choices("microbatches", every):
+            uneven = isinstance(microbatches, tuple)
+            if uneven and (pipeline > 1 or len(microbatches) != data):
+                continue
+            if not uneven and model.batch_size % data:
+                continue
             schedules = [*_schedules(pipeline, microbatches, model.layers, pinned, fields)]
             for zero, remat, (schedule, stages) in itertools.product(
                 choices("zero", tuple(REDUCTION) if data > 1 else (0,)),
                 choices("remat", tuple(model.totals)),
                 schedules,
             ):
+                if uneven and zero > 1:
+                    continue
                 if remat != "none" and "schedule" not in fields and splits_backward(schedule):
                     continue  # both gradients would compute the forward pass again
                 yield Sizes(data, pipeline, tensor, microbatches, zero, remat, schedule, stages)
@@ -291,6 +301,17 @@ def _meshes(devices: int) -> Iterator[tuple[int, int, int]]:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _all_microbatches(
+    model: Model, machine: Machine, data: int, pipeline: int, tensor: int
+) -> list[int | tuple[int, ...]]:
+    """Return the numbers of microbatches that are considered on a mesh."""
+    rows, rest = divmod(model.batch_size, data)
+    every: list[Any] = [] if rest else _microbatches(rows, pipeline)
+    if pipeline == 1 and not model.coupled:
+        every += in_proportion(machine, data, tensor, model.batch_size, model.precision)
+    return every
 
 
 def _microbatches(rows: int, pipeline: int) -> list[int]:
@@ -359,6 +380,7 @@ class _Bounds:
         )
         self._between_stages = functools.cache(self._between_stages_once)
         self._over_data = functools.cache(self._over_data_once)
+        self._replicas = functools.cache(self._replicas_once)
 
     def of(self, sizes: Sizes) -> tuple[float, float]:
         """Return the least seconds, infinite if they do not count, and the least bytes."""
@@ -368,26 +390,44 @@ class _Bounds:
     def _memory(self, sizes: Sizes) -> float:
         model, shards = self._model, sizes.tensor * sizes.pipeline
         # A pipeline keeps as many microbatches as it has stages, each of one stage.
-        kept = model.totals[sizes.remat].kept / sizes.data / sizes.microbatches / shards
+        kept = model.totals[sizes.remat].kept / sizes.parts / shards
         known = named(sizes.schedule)
         every = known is not None and known.stores_all
-        kept *= sizes.microbatches if every else min(sizes.pipeline, sizes.microbatches)
+        most = sizes.most_microbatches
+        kept *= most if every else min(sizes.pipeline, most)
         return self._held(shards, sizes.data, sizes.zero) + kept
 
     def _seconds(self, sizes: Sizes) -> float:
         model, machine, data = self._model, self._machine, sizes.data
         totals, shards = model.totals[sizes.remat], sizes.tensor * sizes.pipeline
-        seconds = totals.seconds / (data * shards)
-        seconds += machine.start_seconds * totals.products * sizes.microbatches / sizes.pipeline
+        seconds = self._computing(sizes) / shards
+        starts = machine.start_seconds * totals.products
+        seconds += starts * sizes.most_microbatches / sizes.pipeline
         seconds *= _waiting(sizes, totals, model.layers)
         own = model.parameters / shards, model.optimizer / shards
         seconds += machine.traffic_seconds(update_bytes(*own, data, sizes.zero))
         if sizes.pipeline > 1:
             seconds += self._between_stages(data, sizes.tensor, *_schedule_of(sizes))
         if data > 1:
-            sending = self._over_data(data, shards, sizes.zero, sizes.microbatches)
+            sending = self._over_data(data, shards, sizes.zero, sizes.most_microbatches)
             seconds = least_together(machine, seconds, sending)
         return seconds
+
+    def _computing(self, sizes: Sizes) -> float:
+        """Return the seconds in which all microbatches of the slowest replica are computed."""
+        totals = self._model.totals[sizes.remat]
+        most = [sizes.most_microbatches * totals.seconds]
+        if self._machine.groups and sizes.pipeline == 1:
+            replicas = self._replicas(sizes.data, sizes.tensor, sizes.microbatches)
+            most = [count * totals.kinds[kind] for kind, count in replicas.items()] or most
+        return max(most) / sizes.parts
+
+    def _replicas_once(self, data: int, tensor: int, microbatches: Any) -> dict[Machine, int]:
+        plan = Plan(data=data, tensor=tensor, microbatches=microbatches, member=self._pinned.member)
+        try:
+            return rates_of_replicas(plan, self._machine)
+        except errors.MachineError:
+            return {}  # refused where it is looked at, with the reason
 
     def _between_stages_once(
         self, data: int, tensor: int, schedule: Any, pipeline: int, microbatches: int, chunks: int
@@ -427,11 +467,11 @@ def _waiting(sizes: Sizes, totals: StepTotals, layers: int) -> float:
     stages = sizes.pipeline * sizes.virtual_stages
     largest = totals.layers * math.ceil(layers / stages) * stages / layers
     times = stage_times(*_schedule_of(sizes), totals.forward)
-    return max(1.0, largest) * times / (sizes.microbatches * sizes.virtual_stages)
+    return max(1.0, largest) * times / (sizes.most_microbatches * sizes.virtual_stages)
 
 
 def _schedule_of(sizes: Sizes) -> tuple[Any, int, int, int]:
-    return sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.virtual_stages
+    return sizes.schedule, sizes.pipeline, sizes.most_microbatches, sizes.virtual_stages
 
 
 def tensor_rows(model: Model, sizes: Sizes) -> float:

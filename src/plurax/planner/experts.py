@@ -5,7 +5,7 @@ none of them is expected to be faster than the fastest estimate.
 
     mesh          devices            data; data x tensor in a node; these x a pipeline
     devices       all, a node, those of one kind where they differ, one
-    microbatches  of 1, 2, 4 or 8 rows, or one
+    microbatches  of 1, 2, 4 or 8 rows, or one; where devices differ, in proportion to their speed
     zero, remat   every level, every policy
     schedule      1f1b, gpipe
 
@@ -22,10 +22,13 @@ Rajbhandari et al. 2020, "ZeRO".
 """
 
 import dataclasses
+import heapq
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 
+from plurax import errors
 from plurax.machine import Machine
 from plurax.machine_fields import Level
 from plurax.planner.sizes import Sizes
@@ -50,11 +53,11 @@ def used_devices(machine: Machine) -> frozenset[int]:
 def is_expert(sizes: Sizes, machine: Machine, batch_size: int) -> bool:
     """Whether sizes are those of a plan in the table above."""
     node = machine.levels[0].devices if machine.levels else 1
-    rows = batch_size // sizes.data
+    rows = batch_size / sizes.parts
     return (
         sizes.data * sizes.pipeline * sizes.tensor in used_devices(machine)
         and sizes.tensor <= node
-        and (sizes.microbatches == 1 or rows / sizes.microbatches in ROWS)
+        and (sizes.microbatches == 1 or rows in ROWS or isinstance(sizes.microbatches, tuple))
         and sizes.schedule in _SCHEDULES
     )
 
@@ -63,6 +66,53 @@ def is_plain(sizes: Sizes) -> bool:
     """Whether sizes are of data parallelism alone, as one writes it without thinking of memory."""
     alone = sizes.pipeline == sizes.tensor == sizes.microbatches == 1
     return alone and sizes.zero == 0 and sizes.remat == "none"
+
+
+def in_proportion(
+    machine: Machine, data: int, tensor: int, batch_size: int, dtype: str
+) -> list[tuple[int, ...]]:
+    """Return numbers of microbatches for replicas on devices that differ, few microbatches first.
+
+    Each microbatch goes to the replica that is the first to be done with it. More of them are taken
+    only where the slowest replica is done earlier for it: they make smaller products.
+
+    >>> kinds = [(1, Machine.preset("A100-80GB")), (1, Machine.preset("V100-32GB"))]
+    >>> pair = Machine.uneven("pair", kinds, [Level("node", 2, 1e11)])
+    >>> in_proportion(pair, 2, 1, 64, "float32"), in_proportion(pair, 2, 1, 12, "float16")
+    ([(3, 1), (7, 1), (15, 1)], [(2, 1), (3, 1)])
+    """
+    if not machine.groups or data * tensor != machine.devices:
+        return []
+    try:
+        rates = [
+            machine.rates_of(range(index * tensor, (index + 1) * tensor)) for index in range(data)
+        ]
+    except errors.MachineError:
+        return []
+    seconds = [one.product_seconds(4096, 4096, 4096, dtype) for one in rates]
+    found: list[tuple[int, ...]] = []
+    fastest = max(seconds) / data  # of equal rows
+    for parts in range(data + 1, min(batch_size, _MOST_PARTS * data) + 1):
+        if batch_size % parts:
+            continue
+        counts, ends = [1] * data, [(2 * one, index) for index, one in enumerate(seconds)]
+        heapq.heapify(ends)
+        for _ in range(parts - data):
+            end, index = heapq.heappop(ends)
+            counts[index] += 1
+            heapq.heappush(ends, (end + seconds[index], index))
+        length = max(map(operator.mul, counts, seconds)) / parts
+        if len({*counts}) > 1 and length < fastest * _FASTER:
+            found.append(tuple(counts))
+            fastest = length
+    return found
+
+
+_MOST_PARTS = 32
+"""The most microbatches for each replica, on the average."""
+
+_FASTER = 0.98
+"""Of a step, what it takes at most with more microbatches."""
 
 
 def machines_of_kinds(machine: Machine) -> list[Machine]:

@@ -91,7 +91,7 @@ class Learned:
         others = least - self._products[sizes.remat]
         # An update of shards starts no fewer kernels than one of whole parameters.
         update = min((update for zero, update in self._updates if zero <= sizes.zero), default=0.0)
-        starts = sizes.microbatches * max(0.0, others) + update
+        starts = sizes.most_microbatches * max(0.0, others) + update
         return bound + starts / sizes.pipeline
 
     def _with_starts(self, plan: Plan, computed: Computed) -> float:

@@ -233,7 +233,8 @@ def _nothing_agrees(
     ways = []
     for name in few:
         known = [one for one in sizes_with([field for field in fields if field != name]) if one]
-        every = sorted({getattr(one, name) for one in known}) if name in Sizes._fields else []
+        found = {getattr(one, name) for one in known} if name in Sizes._fields else set()
+        every = sorted(one for one in found if not isinstance(one, tuple))
         ways.append(f"{name} can be {', '.join(map(str, every))}" if every else f"leave {name} out")
     long = dict.fromkeys(("shardings", "strategies"), "...")
     wanted = ", ".join(f"{name}={long.get(name, repr(getattr(pinned, name)))}" for name in few)

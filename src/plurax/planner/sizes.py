@@ -11,8 +11,19 @@ class Sizes(NamedTuple):
     data: int
     pipeline: int
     tensor: int
-    microbatches: int
+    microbatches: int | tuple[int, ...]
     zero: int
     remat: Remat
     schedule: Any
     virtual_stages: int
+
+    @property
+    def most_microbatches(self) -> int:
+        """The number of microbatches of the device of `data` that has the most."""
+        return self.microbatches if isinstance(self.microbatches, int) else max(self.microbatches)
+
+    @property
+    def parts(self) -> int:
+        """The number of microbatches of a step, on all devices of `data`."""
+        each = self.microbatches
+        return each * self.data if isinstance(each, int) else sum(each)

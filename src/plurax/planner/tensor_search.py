@@ -16,7 +16,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 from jaxtyping import PyTree
@@ -50,7 +51,7 @@ from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import Strategy, axes_of, entries_of, entries_text
 from plurax.task import Task
-from plurax.trace.clock import rates_of_stages
+from plurax.trace.clock import rates_of_replicas, rates_of_stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +76,13 @@ class Sharded:
 
     @property
     def rows(self) -> float:
-        """The rows of a step on one device."""
-        return self.batch_size / self.plan.data
+        """The rows of a step on the device that has the most."""
+        return self.rows_of_a_microbatch * self.plan.most_microbatches
 
     @property
     def rows_of_a_microbatch(self) -> float:
         """The rows of a microbatch on one device."""
-        return self.rows / self.plan.most_microbatches
+        return self.batch_size / self.plan.parts
 
     @property
     def splits_products(self) -> bool:
@@ -245,18 +246,16 @@ class TensorSearch:
 
     def seconds(self, plan: Plan) -> float:
         """Return the seconds of a step under a candidate, from a solution that it shares."""
-        speeds = self._speeds(plan)
+        slowest = self._slowest(plan)
         solved = self.sharded(plan)
         once, reduction = solved.parameter_seconds(self._costs(plan))
         once, reduction = once + solved.profile.once, reduction - self._messages_shared(plan)
         if plan.pipeline > 1:
             sent = self._between_stages(plan)
             return self._stages(plan).seconds + (once + reduction) / plan.pipeline + sent
-        rows = self._batch_size / plan.data / solved.rows_of_a_microbatch
-        seconds = rows * (solved.profile.seconds - solved.starts)
-        seconds = (seconds + plan.most_microbatches * solved.starts) / (
-            speeds[0] if speeds else 1.0
-        )
+        rows = self._rows(plan) / solved.rows_of_a_microbatch
+        seconds = rows * (solved.profile.seconds - solved.starts) + solved.starts
+        seconds *= slowest
         if self._machine is not None and sends_meanwhile(self._machine):
             # Behind the backward pass of the last microbatch, from ZeRO 2 on behind all of them.
             beside = seconds if plan.zero >= 2 else seconds / plan.most_microbatches
@@ -359,6 +358,20 @@ class TensorSearch:
             self._speeds(plan),
         )
 
+    def _slowest(self, plan: Plan) -> float:
+        """Return the microbatches that the slowest device has time for while the slowest replica
+        computes its own. Raises `MachineError` if devices of one replica differ."""
+        machine = self._machine
+        if machine is None or not machine.groups or plan.pipeline > 1:
+            return plan.most_microbatches
+        replicas = rates_of_replicas(plan, machine)
+        slowest, *each = self._product_seconds(plan, [machine, *replicas])
+        return max(map(operator.mul, replicas.values(), each)) / slowest
+
+    def _product_seconds(self, plan: Plan, machines: Sequence[Machine]) -> list[float]:
+        dtype = "bfloat16" if plan.precision == "bfloat16" else "float32"
+        return [one.product_seconds(4096, 4096, 4096, dtype) for one in machines]
+
     def _speeds(self, plan: Plan) -> tuple[float, ...] | None:
         """Return how fast the devices at each place of the pipeline are, if the machine's differ.
 
@@ -367,9 +380,8 @@ class TensorSearch:
         machine = self._machine
         if machine is None or not machine.groups:
             return None
-        dtype = "bfloat16" if plan.precision == "bfloat16" else "float32"
         every = [machine, *rates_of_stages(plan, machine)]
-        slowest, *each = (one.product_seconds(4096, 4096, 4096, dtype) for one in every)
+        slowest, *each = self._product_seconds(plan, every)
         return tuple(slowest / seconds for seconds in each)
 
     def sent_for_a_row(self, plan: Plan) -> float:
@@ -412,7 +424,7 @@ class TensorSearch:
         return nearest[2] if nearest and nearest[0] <= apart else None
 
     def _rows(self, plan: Plan) -> float:
-        return self._batch_size / plan.data / plan.most_microbatches
+        return self._batch_size / plan.parts
 
     def _lean(self, plan: Plan) -> bool:
         """Whether parameters must be split over `tensor` for a candidate to fit.
