@@ -231,7 +231,7 @@ def estimate(
         batch_size=leading_dim(batch),
         # On all devices arrays are as large as the most microbatches need.
         memory=every[[*replicas.values()].index(plan.most_microbatches)].memory,
-        members=members and members.count,
+        members=None if members is None else members.count,
     )
 
 

@@ -270,7 +270,7 @@ def _smaller(plan: Plan, fields: Sequence[str], rows: int) -> Iterator[Plan]:
         for remat in ("dots", "full"):
             plan = dataclasses.replace(plan, remat=remat)
             yield plan
-    microbatches = plan.microbatches
+    microbatches = plan.most_microbatches
     while "microbatches" not in fields and plan.data * microbatches * 2 <= rows:
         microbatches *= 2
         yield dataclasses.replace(plan, microbatches=microbatches)
