@@ -90,7 +90,7 @@ def in_proportion(
     except errors.MachineError:
         return []
     seconds = [one.product_seconds(4096, 4096, 4096, dtype) for one in rates]
-    found: list[tuple[int, ...]] = []
+    proportions: list[tuple[int, ...]] = []
     fastest = max(seconds) / data  # of equal rows
     for parts in range(data + 1, min(batch_size, _MOST_PARTS * data) + 1):
         if batch_size % parts:
@@ -103,9 +103,9 @@ def in_proportion(
             heapq.heappush(ends, (end + seconds[index], index))
         length = max(map(operator.mul, counts, seconds)) / parts
         if len({*counts}) > 1 and length < fastest * _FASTER:
-            found.append(tuple(counts))
+            proportions.append(tuple(counts))
             fastest = length
-    return found
+    return proportions
 
 
 _MOST_PARTS = 32
