@@ -125,7 +125,7 @@ def uncached(request: pytest.FixtureRequest) -> bool:
 def forgotten() -> Iterator[None]:
     """What a file has traced and compiled is dropped after it: files share next to nothing of it,
     and a process that holds everything takes longer for all that follows. What is left then lives
-    as long as the process, such as modules: to look through it after every file took 4 % of it."""
+    as long as the process, such as modules: to look through it after every file took 3 % of it."""
     yield
     jax.clear_caches()
     gc.collect()
