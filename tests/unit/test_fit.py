@@ -1,5 +1,6 @@
 """fit: the same training from every kind of data, logs, stops cleanly, resumes bit for bit."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -644,3 +645,17 @@ def test_memory_stays_flat_over_many_steps(resident):
     assert taken == 200_000
     early, late = bytes_used[len(bytes_used) // 4], bytes_used[-1]
     assert late - early < 16 * 2**20
+
+
+def test_the_loop_over_an_epoch_traces_its_step_once():
+    traced, data = [], px.train.ArrayData(ROWS, 16)
+
+    def loss(params, batch, keys):
+        traced.append(True)
+        return TASK.loss(params, batch, keys)
+
+    task, plan = dataclasses.replace(TASK, loss=loss), px.Plan(data=2, zero=1)
+    program = px.compile(task, OPTIMIZER, plan, models.data(16))
+    before = len(traced)
+    program.compile_loop(program.place_data(data.arrays), program.place_epoch(*data.epoch_order(0)))
+    assert len(traced) == before + 1
