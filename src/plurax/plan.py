@@ -197,13 +197,12 @@ data=1 means 'not used'.
     @property
     def most_microbatches(self) -> int:
         """The number of microbatches of the device of `data` that has the most."""
-        return self.microbatches if isinstance(self.microbatches, int) else max(self.microbatches)
+        return most_of(self.microbatches)
 
     @property
     def parts(self) -> int:
         """The number of microbatches of a step, on all devices of `data`."""
-        each = self.microbatches
-        return each * self.data if isinstance(each, int) else sum(each)
+        return parts_of(self.microbatches, self.data)
 
     @property
     def rules(self) -> Shardings:
@@ -467,6 +466,16 @@ REMAT_TEXTS: Mapping[Remat, str] = {
     "full": "the backward pass recomputes all but the inputs of layers.",
     "offload": "products with weights are stored in the host's memory until the backward pass.",
 }
+
+
+def most_of(microbatches: int | Sequence[int]) -> int:
+    """Return the number of microbatches of the device that has the most."""
+    return microbatches if isinstance(microbatches, int) else max(microbatches)
+
+
+def parts_of(microbatches: int | Sequence[int], data: int) -> int:
+    """Return the number of microbatches of a step on so many devices."""
+    return microbatches * data if isinstance(microbatches, int) else sum(microbatches)
 
 
 def chunks_of(schedule: str | Sequence[str]) -> int:

@@ -74,16 +74,10 @@ def record_network(network: Network, placement: Placement) -> StepTrace:
     gradient, sums = jax.make_jaxpr(network.gradients, return_shape=True)(state, rows, COUNT)
     update = jax.make_jaxpr(network.apply)(state, sums)
 
-    def held(values: PyTree, specs: PyTree) -> int:
-        """Return the bytes of one device's shards of global arrays."""
+    def sharded(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-        def shard_bytes(spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> int:
-            sharding = NamedSharding(mesh, spec)
-            return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-        is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
-        return sum(jax.tree.leaves(jax.tree.map(shard_bytes, specs, values, is_leaf=is_spec)))
-
+    grads = jax.tree.map(sharded, sums.grads, layout.gradient_specs)
     block, arguments, start = _join(gradient, update, len(jax.tree.leaves(state)), plan.axes)
     return StepTrace(
         plan=plan,
@@ -95,13 +89,21 @@ def record_network(network: Network, placement: Placement) -> StepTrace:
         shardings=layout.parameters(),
         partitioned=needs_partitioner(network.task, plan),
         memory=PlannedMemory(
-            parameters=held(state.params, layout.specs.params),
-            optimizer=held(state.opt_state, layout.specs.opt_state),
-            model_state=held(state.model_state, layout.specs.model_state),
-            gradients=held(sums.grads, layout.gradient_specs),
-            batch=held(rows, jax.tree.map(lambda leaf: leaf.sharding.spec, rows)),
+            parameters=_held(state.params),
+            optimizer=_held(state.opt_state),
+            model_state=_held(state.model_state),
+            gradients=_held(grads),
+            batch=_held(rows),
         ),
         pipeline=_actions(network.backend),
+    )
+
+
+def _held(tree: PyTree) -> int:
+    """Return the bytes of one device's shards of global arrays."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
     )
 
 
@@ -139,13 +141,6 @@ def record_population(
     of_input = dict(zip(inputs, arguments, strict=True))
     leaves = len(jax.tree.leaves(state))
 
-    def held(tree: PyTree) -> int:
-        """Return the bytes of one device's shards."""
-        return sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(tree)
-        )
-
     return StepTrace(
         plan=plan,
         batch_size=placement.size,
@@ -156,11 +151,11 @@ def record_population(
         shardings=(),
         partitioned=needs_partitioner(population.example.task, plan),
         memory=PlannedMemory(
-            parameters=held(state.params),
-            optimizer=held(state.opt_state),
-            model_state=held(state.model_state),
+            parameters=_held(state.params),
+            optimizer=_held(state.opt_state),
+            model_state=_held(state.model_state),
             gradients=0,  # of a chunk, among the temporaries
-            batch=held(rows),
+            batch=_held(rows),
         ),
     )
 

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from plurax.plan import Remat
+from plurax.plan import Remat, most_of, parts_of
 
 
 class Sizes(NamedTuple):
@@ -20,10 +20,9 @@ class Sizes(NamedTuple):
     @property
     def most_microbatches(self) -> int:
         """The number of microbatches of the device of `data` that has the most."""
-        return self.microbatches if isinstance(self.microbatches, int) else max(self.microbatches)
+        return most_of(self.microbatches)
 
     @property
     def parts(self) -> int:
         """The number of microbatches of a step, on all devices of `data`."""
-        each = self.microbatches
-        return each * self.data if isinstance(each, int) else sum(each)
+        return parts_of(self.microbatches, self.data)
