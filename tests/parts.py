@@ -18,8 +18,8 @@ PARTS = {
         convolutions compiler_options coupling drawn_programs export_predict fit hooks host_calls
         hyperparams jaxpr large_numbers liveness loop_constants hlo_text machine measured metrics
         plan planned population read_ahead recorded_collectives remat replicas resample schedules
-        sharding stages step sweep targets task uncertainty verify work weights terminal user_frames
-        argument_check error_texts mistakes reading replacing distributed yardstick""",
+        sharding stages step stream sweep targets task uncertainty verify work weights terminal
+        user_frames argument_check error_texts mistakes reading replacing distributed yardstick""",
     "planning": """
         candidates corrections estimate expert_plans found found_plans golden_plans measure_machine
         population_plans search search_exact search_stages""",

@@ -52,6 +52,7 @@ FLOORS = [
         "metrics",
         "resample",
         "strategies",
+        "plan_text",
         "plan",
         "machine_fields",
         "machine",
@@ -130,7 +131,7 @@ PUBLIC = {
         DamagedLogWarning DiskError ExperimentError MachineError MaskWarning
         MembersError MissingPackageError NonFiniteWarning OutOfMemoryError PeerError
         PlanError PluraxError ProcessError ReplicaError RollbackWarning RunStoppedError
-        SaveFailedWarning SavingStoppedError ShardingWarning TaskError""",
+        SaveFailedWarning SavingStoppedError ShardingWarning StreamWarning TaskError""",
     "plurax.metrics": """
         Metric accuracy auc confusion_matrix f1 mean perplexity precision r2 recall""",
     "plurax.pipeline": """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from plurax import errors
 from plurax.disk import replace_file
 from plurax.notebook import html_table
+from plurax.plan_text import ZERO_TEXTS, explained
 from plurax.reading import parse_toml, read_text, refusing
 from plurax.strategies import Strategies, sharding_rules, spelled
 from plurax.toml_writer import write_toml
@@ -121,6 +122,10 @@ data=1 means 'not used'.
     (`dots`); all but the inputs of layers, or outside a loop over layers of segments of equations
     (`full`); or all but products without batch dims, such as those with weights, which are stored
     in the host's memory (`offload`)."""
+    stream: int | None = None
+    """The keys of a block of attention. Products of activations that are summed over their keys,
+    as softmax attention is, are then computed block after block, and no array of queries by keys is
+    held. None: as the task is written."""
     shardings: GivenShardings = ()
     """The shardings of parameters and named activations, as a dict: pattern -> one entry for each
     dim: None for a dim that is not split, the name of a mesh axis, or several; a leading `...`
@@ -292,95 +297,7 @@ data=1 means 'not used'.
           precision=float32: nothing is cast.
           batch of 10: 2 devices × 3 microbatches × 2 examples; 2 of 12 rows are padding.
         """
-        count = self.devices
-        long = self.shardings or self.strategies
-        short = f"Plan({self.sizes_text()})" if long else repr(self)
-        lines = [f"{short}: {count} device{'s' if count > 1 else ''}"]
-        if self.data > 1:
-            lines.append(
-                f"  data={self.data}: the batch is split over {self.data} devices"
-                + (
-                    "."
-                    if self.zero == 3 or self.tensor * self.pipeline > 1
-                    else "; parameters are replicated."
-                )
-            )
-        else:
-            lines.append("  data=1: the whole batch goes to one device.")
-        if self.most_microbatches > 1:
-            # With `zero` of 2 and 3 each microbatch reduces; their own line says so.
-            once = ",\n    and reduces them over devices once, at the end of the step."
-            each = self.microbatches
-            share = f"its share in {each}" if isinstance(each, int) else "its number of equal"
-            lines.append(
-                f"  microbatches={each}: each device computes {share} microbatches, sums the "
-                "gradients" + (once if self.data > 1 and self.zero < 2 else ".")
-            )
-        lines += self._split_lines()
-        if self.member > 1:
-            lines.append(
-                f"  member={self.member}: members are split over {self.member} groups of devices "
-                "and never communicate."
-            )
-        if self.chunk is not None:
-            lines.append(f"  chunk={self.chunk}: a device computes {self.chunk} members at a time.")
-        if self.batch_dim is not None:
-            lines.append(
-                f"  batch_dim={self.batch_dim}: the gradient is computed with the batch as the "
-                + ("leading dim." if self.batch_dim == "major" else "last dim.")
-            )
-        cast = (
-            "nothing is cast."
-            if self.precision == "float32"
-            else "the loss computes in bfloat16; parameters, sums and optimizer keep their dtype."
-        )
-        lines.append(f"  precision={self.precision}: {cast}")
-        if batch_size is not None:
-            rows, each = self.padded_size(batch_size), self.microbatches
-            number = f"{self.data} device{'s' if self.data > 1 else ''} × {each}"
-            if not isinstance(each, int):
-                number = f"{' + '.join(map(str, each))} = {self.parts}"
-            line = (
-                f"  batch of {batch_size}: {number} "
-                f"microbatch{'es' if self.most_microbatches > 1 else ''} × "
-                f"{rows // self.parts} examples"
-            )
-            padding = rows - batch_size
-            lines.append(line + (f"; {padding} of {rows} rows are padding." if padding else "."))
-        return "\n".join(lines)
-
-    def _split_lines(self) -> list[str]:
-        """Return the lines of `explain` on how one network is split."""
-        lines = []
-        if self.pipeline > 1:
-            named = self.schedule if isinstance(self.schedule, str) else "written by hand"
-            each = (
-                f",\n    of {', '.join(map(str, self.layers))} layers; "
-                if self.layers
-                else ";\n    "
-            )
-            lines.append(
-                f"  pipeline={self.pipeline}: the layers are split into {self.total_stages} stages "
-                f"on {self.pipeline} devices{each}the schedule is {named}."
-            )
-        if self.tensor > 1:
-            lines.append(
-                f"  tensor={self.tensor}: tensors and operators are split over {self.tensor} "
-                f"devices,\n    by {len(self.shardings)} rules and the annotations in the model."
-            )
-        if self.strategies is not None and len(self.strategies):
-            first, *others = self.strategies.lines()
-            lines += [f"  strategies: {first}", *(f"    {line}" for line in others)]
-        if self.zero:
-            lines.append(f"  zero={self.zero}: {ZERO_TEXTS[self.zero]}")
-        if self.reduce_dtype is not None:
-            lines.append(
-                f"  reduce_dtype={self.reduce_dtype}: gradients are rounded to it before and after "
-                "devices\n    add them up over data; all else keeps its dtype."
-            )
-        if self.remat != "none":
-            lines.append(f"  remat={self.remat}: {REMAT_TEXTS[self.remat]}")
-        return lines
+        return explained(self, batch_size)
 
     def padded_size(self, batch_size: int) -> int:
         """Return the smallest number of rows ≥ `batch_size` that splits evenly.
@@ -453,19 +370,6 @@ data=1 means 'not used'.
 
 _TABLES = ("shardings", "strategies")
 """The fields that are tables in TOML, and rows of their own in a notebook."""
-
-ZERO_TEXTS = {
-    1: "the optimizer's state is split over data.",
-    2: "gradients and the optimizer's state are split over data;\n"
-    "    each microbatch reduces its gradients to their shards.",
-    3: "parameters, gradients and the optimizer's state are split over data;\n"
-    "    parameters are gathered where they are used.",
-}
-REMAT_TEXTS: Mapping[Remat, str] = {
-    "dots": "the backward pass recomputes all but matrix products.",
-    "full": "the backward pass recomputes all but the inputs of layers.",
-    "offload": "products with weights are stored in the host's memory until the backward pass.",
-}
 
 
 def most_of(microbatches: int | Sequence[int]) -> int:
@@ -585,6 +489,7 @@ _FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("data", "member", "pipeline", "tensor"), _SIZE),
     "microbatches": lambda field, value: _whole_numbers(value) or _MICROBATCHES(field, value),
     **dict.fromkeys(("chunk", "stages"), _CHOSEN),
+    "stream": _whole("leave it out to compute attention as it is written", optional=True),
     "bucket_bytes": _whole("bucket_bytes=1 sends each tensor on its own"),
     "precision": _one_of(*get_args(Precision)),
     "zero": _one_of(0, *ZERO_TEXTS),

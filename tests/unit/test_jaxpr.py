@@ -57,8 +57,9 @@ PARAMETERS = {
     "pure_callback": ("result_avals",),
     "ragged_dot_general": ("ragged_dot_dimension_numbers",),
     "reduce_sum": ("axes",),
+    "random_bits": ("bit_width",),
     "reduce_window_max": ("window_dimensions",),
-    "remat2": ("differentiated", "jaxpr", "prevent_cse"),
+    "remat2": ("differentiated", "jaxpr", "policy", "prevent_cse"),
     "reshape": ("dimensions", "new_sizes"),
     "rev": ("dimensions",),
     "scan": ("jaxpr", "length", "reverse", "unroll"),
@@ -263,6 +264,7 @@ EXAMPLES = {
         np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
     ),
     "ragged_dot_general": lambda x: lax.ragged_dot(x, x[None], jnp.array([4])),
+    "random_bits": lambda x: jax.random.bits(jax.random.key(0), x.shape),
     "reduce_sum": jnp.sum,
     "reduce_window_max": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (1, 1), "VALID"),
     "remat2": jax.checkpoint(jnp.sin),

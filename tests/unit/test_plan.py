@@ -18,7 +18,8 @@ from plurax.errors import PlanError
 from plurax.jaxpr.remat import POLICIES
 from plurax.launch.network_hosts import free_port
 from plurax.pipeline.schedule import SCHEDULES
-from plurax.plan import REMAT_TEXTS, ZERO_TEXTS, Remat, ScheduleName
+from plurax.plan import Remat, ScheduleName
+from plurax.plan_text import REMAT_TEXTS, ZERO_TEXTS
 from plurax.planner.costs import REDUCTION
 
 uneven = st.lists(st.integers(1, 9), min_size=2, max_size=9).map(

@@ -41,7 +41,8 @@ from plurax.machine import Machine
 from plurax.members import Members
 from plurax.mesh import make_mesh
 from plurax.notebook import html_table, text_table
-from plurax.plan import ZERO_TEXTS, Plan
+from plurax.plan import Plan
+from plurax.plan_text import ZERO_TEXTS
 from plurax.targets import Target
 from plurax.task import Task
 from plurax.trace.clock import names_of

@@ -26,6 +26,7 @@ from plurax.errors.kinds import RunStoppedError as RunStoppedError
 from plurax.errors.kinds import SaveFailedWarning as SaveFailedWarning
 from plurax.errors.kinds import SavingStoppedError as SavingStoppedError
 from plurax.errors.kinds import ShardingWarning as ShardingWarning
+from plurax.errors.kinds import StreamWarning as StreamWarning
 from plurax.errors.kinds import TaskError as TaskError
 from plurax.errors.machine_errors import *  # noqa: F403
 from plurax.errors.member_errors import *  # noqa: F403

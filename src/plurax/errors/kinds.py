@@ -21,6 +21,10 @@ class ShardingWarning(UserWarning):
     """A tensor is not sharded as a rule says, or is gathered for an operation without a rule."""
 
 
+class StreamWarning(UserWarning):
+    """Attention that `Plan(stream=...)` does not compute in blocks."""
+
+
 class MaskWarning(UserWarning):
     """A batch needs a program for its exact size: the loss does not read its mask."""
 

@@ -23,7 +23,7 @@ https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -207,7 +207,7 @@ def last_reads(eqns: Sequence[Any], results: Sequence[Any]) -> dict[Any, int]:
     return last | dict.fromkeys(variables(results), len(eqns))
 
 
-def dependent(eqns: Sequence[Any], given: Sequence[Any]) -> set[Any]:
+def dependent(eqns: Sequence[Any], given: Iterable[Any]) -> set[Any]:
     """Return all variables that depend on any of the `given` ones, and these."""
     reached = set(given)
     for eqn in eqns:
@@ -259,7 +259,10 @@ class FlatEquations:
 
 
 def flat_equations(
-    eqns: Sequence[Any], results: Sequence[Any], known: Container[Any] = ()
+    eqns: Sequence[Any],
+    results: Sequence[Any],
+    known: Container[Any] = (),
+    inline: Callable[[Any], bool] = is_call,
 ) -> FlatEquations:
     """Replace calls by the equations of their bodies; nothing is evaluated, and nothing traced.
 
@@ -267,7 +270,7 @@ def flat_equations(
 
     Nested derivatives contain one operation on the same operands many times. XLA computes it once,
     and so does who evaluates the list, loops and branches aside. The variables in `known` keep
-    their names.
+    their names. `inline`: which calls are replaced, by default all.
     """
     flat = FlatEquations([], [], {}, {})
     computed: dict[Any, Any] = {}
@@ -281,7 +284,7 @@ def flat_equations(
         for eqn in eqns:
             info, read = eqn.source_info, [renamed(atom, names) for atom in eqn.invars]
             own = info.name_stack if stack is None else stack + info.name_stack
-            if is_call(eqn):
+            if inline(eqn):
                 body, values = called_jaxpr(eqn)
                 inner = dict(zip(body.invars, call_operands(eqn, read), strict=True))
                 inner.update((var, Var(var.aval)) for var in body.constvars)

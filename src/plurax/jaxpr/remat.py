@@ -43,17 +43,20 @@ from plurax.jaxpr.interpret import (
     last_reads,
     variables,
 )
+from plurax.jaxpr.key_blocks import STREAMED
 from plurax.plan import Remat
 
 
 def _products_saveable(primitive: Any, *args: Any, **params: Any) -> bool:
-    """Keep the results of matrix products, and of attention that a library computes at once."""
+    """Keep the results of matrix products, and of attention that is computed at once."""
+    if primitive.name == "name":
+        return bool(params["name"] == STREAMED)
     saved = jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
     return bool(saved) or primitive.name in FUSED_ATTENTION
 
 
 # To add a policy: a row here; its name, in the same place, in `plan.Remat`, and in words in
-# `plan.REMAT_TEXTS`. A search tries it, unless `planner.candidates.REMATS` leaves it out.
+# `plan_text.REMAT_TEXTS`. A search tries it, unless `planner.candidates.REMATS` leaves it out.
 POLICIES: dict[Remat, Callable[..., Any] | None] = {
     "none": None,
     "dots": _products_saveable,

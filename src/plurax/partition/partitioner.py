@@ -219,6 +219,9 @@ class Partitioner(Resharder):
             return Branches(self, eqn, inputs).run()
         if name == "optimization_barrier":
             return self._together_known(inputs)
+        if name == "order_after":
+            *values, by = map(self.value, inputs)
+            return list(map(ValueVersions, self.order_after(values, by.array)))
         if name in ANNOTATIONS:
             target = self._annotations.of(eqn, inputs[0])
             if target is None:

@@ -16,14 +16,14 @@ are those of Shardy's sharding rules (https://openxla.org/shardy).
 """
 
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS, is_call
+from plurax.jaxpr.compat import is_call
+from plurax.jaxpr.equal_dims import equal_dims, shape_of
 from plurax.jaxpr.interpret import interpret
 
 
@@ -50,8 +50,8 @@ def factors(f: Callable[..., Any], *args: Any) -> list[list[int]]:
         return index
 
     def joined(eqn: Any, inputs: list[Any]) -> list[Any]:
-        outputs = [indices(_shape(var)) for var in eqn.outvars]
-        for (a, dim), (b, other) in _equal_dims(eqn):
+        outputs = [indices(shape_of(var)) for var in eqn.outvars]
+        for (a, dim), (b, other) in equal_dims(eqn):
             values = (*inputs, outputs[0])
             one, same = sorted((find(values[a][dim]), find(values[b][other])))
             if one != same:
@@ -59,76 +59,10 @@ def factors(f: Callable[..., Any], *args: Any) -> list[list[int]]:
                 parents[same] = one
         return outputs
 
-    args_indices = [indices(_shape(var)) for var in closed.jaxpr.invars]
+    args_indices = [indices(shape_of(var)) for var in closed.jaxpr.invars]
     interpret(
         closed.jaxpr, closed.consts, args_indices, default=joined, inline=is_call,
         lift=lambda value: indices(np.shape(value)),
     )  # fmt: skip
     ids: dict[int, int] = {}
     return [[ids.setdefault(find(index), len(ids)) for index in one] for one in args_indices]
-
-
-def _equal_dims(eqn: Any) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield the pairs of (place, dim) that are one index.
-
-    The place is that of an operand among the operands, and `out` for the result.
-    """
-    name, params = eqn.primitive.name, eqn.params
-    shapes = [_shape(var) for var in (*eqn.invars, eqn.outvars[0])]
-    out = len(eqn.invars)
-    if name in ELEMENTWISE or name == "annotate":
-        for place in range(out):
-            # A dim of size 1 broadcasts: it is not the same index as the other operand's dim.
-            if len(shapes[place]) == len(shapes[out]):
-                sizes = enumerate(zip(shapes[place], shapes[out], strict=True))
-                yield from (((place, d), (out, d)) for d, (one, other) in sizes if one == other)
-    elif name == "dot_general":
-        (left_sum, right_sum), (left_batch, right_batch) = params["dimension_numbers"]
-        for a, b in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
-            yield (0, a), (1, b)
-        sources = [(0, d) for d in (*left_batch, *_others(shapes[0], (*left_sum, *left_batch)))]
-        sources += [(1, d) for d in _others(shapes[1], (*right_sum, *right_batch))]
-        yield from ((source, (out, dim)) for dim, source in enumerate(sources))
-    elif name == "transpose":
-        yield from (((0, source), (out, dim)) for dim, source in enumerate(params["permutation"]))
-    elif name == "broadcast_in_dim":
-        for source, dim in enumerate(params["broadcast_dimensions"]):
-            if shapes[0][source] == shapes[out][dim]:
-                yield (0, source), (out, dim)
-    elif name in REDUCTIONS or name == "squeeze":
-        gone = params["dimensions" if name == "squeeze" else "axes"]
-        yield from (((0, s), (out, dim)) for dim, s in enumerate(_others(shapes[0], gone)))
-    elif name == "reshape":
-        yield from (((0, s), (out, dim)) for s, dim in kept_dims(shapes[0], shapes[out]))
-    elif name == "conv_general_dilated":
-        numbers = params["dimension_numbers"]
-        lhs, rhs, to = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-        yield (0, lhs[0]), (out, to[0])
-        yield (1, rhs[0]), (out, to[1])
-        yield (0, lhs[1]), (1, rhs[1])
-
-
-def _others(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
-    """Return the dims of a shape that are not in `dims`."""
-    return [dim for dim in range(len(shape)) if dim not in dims]
-
-
-def kept_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
-    """Return pairs of dims that a reshape leaves as they are: equal size, equal stride.
-
-    >>> kept_dims((4, 6, 5), (4, 2, 3, 5))
-    [(0, 0), (2, 3)]
-    """
-    dims: dict[tuple[int, int], int] = {}
-    for dim, size in enumerate(old):
-        if size > 1:
-            dims[math.prod(old[:dim]), size] = dim
-    return [
-        (dims[key], dim)
-        for dim, size in enumerate(new)
-        if size > 1 and (key := (math.prod(new[:dim]), size)) in dims
-    ]
-
-
-def _shape(var: Any) -> tuple[int, ...]:
-    return tuple(var.aval.shape)

@@ -12,6 +12,7 @@ from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.pipelined import PipelinedBackend
 from plurax.execute.backends.replicated import ReplicatedBackend
 from plurax.execute.backends.sharded import ShardedBackend
+from plurax.execute.streamed_task import streamed_task
 from plurax.mesh import platform_of
 from plurax.plan import Plan
 from plurax.task import Task
@@ -37,6 +38,7 @@ def make_backend(
             "every microbatch, and these have different numbers of them. Give one number for all: "
             f"microbatches={plan.most_microbatches}."
         )
+    task = streamed_task(task, plan.stream)
     if not needs_partitioner(task, plan):
         # A plan that splits only the batch runs the task's functions unchanged: XLA may fuse them.
         return ReplicatedBackend(task, optimizer, plan, platform=platform_of(mesh))

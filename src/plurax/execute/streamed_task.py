@@ -1,0 +1,47 @@
+"""A task whose attention is computed in blocks of keys, in all of its functions."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from plurax.jaxpr.stream import streamed
+from plurax.task import Layer, Stack, Task
+
+
+def streamed_task(task: Task, block: int | None) -> Task:
+    """Return the task with the functions that compute on activations streamed.
+
+    **Arguments:** `block`, the keys of a block (`Plan.stream`). None: `task` is returned.
+    """
+    if block is None:
+        return task
+    in_blocks = functools.partial(_streamed, block=block)
+    return dataclasses.replace(
+        task,
+        loss=in_blocks(task.loss),
+        predict=in_blocks(task.predict),
+        evaluate=in_blocks(task.evaluate),
+        metrics=in_blocks(task.metrics),
+        stack=None if task.stack is None else _stack(task.stack, in_blocks),
+    )
+
+
+def _streamed(fun: Callable[..., Any] | None, block: int) -> Any:
+    return None if fun is None else streamed(fun, block)
+
+
+def _stack(stack: Stack, in_blocks: Callable[..., Any]) -> Stack:
+    """Return the parts of a task that a pipeline splits, streamed."""
+
+    def layer(part: Layer) -> Layer:
+        return part._replace(apply=in_blocks(part.apply))
+
+    return dataclasses.replace(
+        stack,
+        embed=layer(stack.embed),
+        block=layer(stack.block),
+        head=layer(stack.head),
+        predict=in_blocks(stack.predict),
+        metrics=in_blocks(stack.metrics),
+    )

@@ -1,0 +1,411 @@
+"""Attention on one block of keys at a time: blocks added up, corrected, and differentiated.
+
+    4 heads, T = S = 4096, width 64, float32     whole              in blocks of 512
+    x = q · k, and what follows from it          256 MiB a value    32 MiB
+    carried: m and l (T,), o (T, 64)                                4.1 MiB
+
+    for each block:
+        m' = max(m, max(y))               y the user's scores, with bias, mask and soft cap
+        c  = exp(m - m')
+        l' = l c + sum(exp(y - m'))       the user's sums, in which m' stands for the maximum,
+        o' = o c + exp(y - m') · v        1 for divisors and 0 for further terms
+    after the last: o / l                 the factors that stood for 1, 0 and m'
+
+A weight of the form `free × exp(Σ ± z) × Π d^(± 1)` is computed on a block as `free × exp(-m')`, so
+its sum is right after a multiplication with exp(m + Σ ± z) Π d^(± 1), a number for each query.
+
+The derivative keeps m and the sums, as others keep log-sum-exp, and evaluates each block again:
+what is behind the sums is differentiated as it stands, and then each block, with the maximum as a
+constant. For softmax that is dx = p (do · v - sum(p do · v)), in one pass.
+
+Sources: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax",
+https://arxiv.org/abs/1805.02867; Rabe and Staats 2021, "Self-attention Does Not Need O(n²) Memory",
+https://arxiv.org/abs/2112.05682; Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Literal
+from jaxtyping import Array
+
+from plurax.jaxpr.barrier import order_after, pick_dependency
+from plurax.jaxpr.equal_dims import shape_of
+from plurax.jaxpr.follow_dim import Region
+from plurax.jaxpr.forms import EXTREMES, Form
+from plurax.jaxpr.interpret import bind, constant, equation_context, variables
+from plurax.jaxpr.random_blocks import bits_of_block
+from plurax.tree import sum_dtype
+
+STREAMED = "plurax_stream"
+"""The name of what the derivative keeps, for rematerialization."""
+
+
+class KeyBlocks:
+    """A region as a function of its inputs, with a derivative.
+
+    Arrays come in the order of `region.inputs`; what statistics read besides in that of `beside`.
+    """
+
+    def __init__(self, region: Region, block: int) -> None:
+        self.region, self.block, self.beside = region, block, region.beside()
+        self.whole, self.rest = divmod(region.size, block)
+
+    def __call__(self, inputs: list[Any], beside: list[Any]) -> list[Array]:
+        """Return the region's results, in the order of `region.results`."""
+        run = jax.custom_vjp(lambda inputs, beside: self._forward(inputs, beside)[0])
+        run.defvjp(self._forward, self._backward)
+        return run(inputs, beside)
+
+    # --- Forward --------------------------------------------------------------------------------
+
+    def _forward(self, inputs: list[Any], beside: list[Any]) -> tuple[list[Array], Any]:
+        """Return the results, and what the derivative reads."""
+        carry = self._empty()
+
+        def iteration(carry: Any, start: Array) -> tuple[Any, None]:
+            return self._added(carry, inputs, start, self.block), None
+
+        carry, _ = lax.scan(iteration, carry, self._starts(inputs))
+        if self.rest:
+            carry = self._added(carry, inputs, self.whole * self.block, self.rest)
+        shift, sums = jax.tree.map(lambda x: checkpoint_name(x, STREAMED), carry)
+        return self._finish(sums, shift, beside), (inputs, beside, shift, sums)
+
+    def _starts(self, arrays: Sequence[Any]) -> Array:
+        """Return the first key of each whole block.
+
+        They depend on the `arrays`: rematerialization keeps what depends on no argument, and what
+        follows from the starts alone, a causal mask, would be an array of queries by keys.
+        """
+        starts = self.block * jnp.arange(self.whole, dtype=jnp.int32)
+        return order_after([starts], pick_dependency(arrays))[0]
+
+    def _empty(self) -> tuple[Any, list[Array]]:
+        """Return the maximum and the sums of no key."""
+        shift = None
+        if self.region.shifted is not None:
+            aval = self.region.shifted.aval
+            rows = [n for d, n in enumerate(aval.shape) if d != self._dim(self.region.shifted)]
+            shift = jnp.full(rows, -jnp.inf, sum_dtype(aval.dtype))
+        sums = []
+        for eqn, _ in self.region.reductions:
+            aval = eqn.outvars[0].aval
+            if eqn.primitive.name in EXTREMES:
+                sums.append(jnp.full(aval.shape, _neutral(eqn.primitive.name, aval.dtype)))
+            else:
+                sums.append(jnp.zeros(aval.shape, _wide(aval.dtype)))
+        return shift, sums
+
+    def _added(self, carry: Any, inputs: Sequence[Any], start: Any, size: int) -> Any:
+        """Return the maximum and the sums with those of one more block."""
+        old, sums = carry
+        new: list[Any] = [old]
+
+        def shifted(scores: Array) -> Array:
+            new[0] = jnp.maximum(old, scores.max(self._dim(self.region.shifted)).astype(old.dtype))
+            return _finite(new[0])
+
+        parts = self._block(self._sliced(inputs, start, size), start, size, shifted)
+        scale: Any = None
+        if old is not None:
+            scale = jnp.where(old == new[0], 1, jnp.exp(old - _finite(new[0])))
+        added = []
+        for (eqn, form), total, part in zip(self.region.reductions, sums, parts, strict=True):
+            name = eqn.primitive.name
+            if name in EXTREMES:
+                added.append(_combine(name, total, part))
+                continue
+            if form.terms:
+                total = total * self._aligned(scale, self._shift_labels(), eqn.outvars[0])
+            added.append(total + part.astype(total.dtype))
+        return new[0], added
+
+    def _sliced(self, inputs: Sequence[Any], start: Any, size: int) -> list[Any]:
+        """Return the inputs of one block."""
+        return [
+            x if dim is None else lax.dynamic_slice_in_dim(x, start, size, dim)
+            for x, (_, dim) in zip(inputs, self.region.inputs, strict=True)
+        ]
+
+    def _block(
+        self, parts: Sequence[Any], start: Any, size: int, shifted: Callable[[Array], Array]
+    ) -> list[Array]:
+        """Evaluate the region on the keys from `start` on, and return its reductions' parts.
+
+        **Arguments:** `parts`, the inputs of the block; `shifted` returns the maximum from the
+        values of which it is taken.
+        """
+        region = self.region
+        here = dict(zip(region.inputs, parts, strict=True))
+        computed: dict[Any, Any] = {}
+        maximum: list[Any] = []
+
+        def operand(eqn: Any, place: int) -> Any:
+            atom = eqn.invars[place]
+            if isinstance(atom, Literal):
+                return constant(atom)
+            stands = region.stand_ins.get((id(eqn), place))
+            if stands is not None:
+                kind, number = stands
+                if kind == "constant":
+                    return jnp.full(shape_of(atom), number, atom.aval.dtype)
+                if not maximum:
+                    maximum.append(shifted(computed[region.shifted]))
+                value = self._aligned(maximum[0], self._shift_labels(), atom)
+                return jnp.broadcast_to(-number * value, shape_of(atom)).astype(atom.aval.dtype)
+            if (id(eqn), place) in region.read:
+                return here[region.read[id(eqn), place]]
+            return computed[atom]
+
+        sums: dict[int, Array] = {}
+        for eqn in self._ordered:
+            arrays = [operand(eqn, place) for place in range(len(eqn.invars))]
+            with equation_context(eqn):
+                if eqn.outvars[0] in region.dims:
+                    out = self._resized(eqn, arrays, start, size)
+                    computed[eqn.outvars[0]] = out
+                else:
+                    sums[id(eqn)] = _reduced(eqn, arrays)
+        return [sums[id(eqn)] for eqn, _ in region.reductions]
+
+    @functools.cached_property
+    def _ordered(self) -> list[Any]:
+        """The equations of a block, in an order in which each finds its operands."""
+        left = [*self.region.eqns, *(eqn for eqn, _ in self.region.reductions)]
+        written = {eqn.outvars[0] for eqn in self.region.eqns}
+        done: set[Any] = set()
+        ordered = []
+        while left:
+            ready = [eqn for eqn in left if done.issuperset(written.intersection(
+                atom for place, atom in enumerate(eqn.invars)
+                if not isinstance(atom, Literal) and (id(eqn), place) not in self.region.read
+            ))]  # fmt: skip
+            ordered += ready
+            done.update(eqn.outvars[0] for eqn in ready)
+            left = [eqn for eqn in left if eqn not in ready]
+        return ordered
+
+    def _resized(self, eqn: Any, arrays: Sequence[Any], start: Any, size: int) -> Array:
+        """Apply an equation to a block of `size` keys."""
+        (out,), dim = eqn.outvars, self._dim(eqn.outvars[0])
+        name, shape = eqn.primitive.name, list(shape_of(eqn.outvars[0]))
+        shape[dim] = size
+        if name == "iota":
+            counts = lax.broadcasted_iota(out.aval.dtype, shape, eqn.params["dimension"])
+            return counts + jnp.asarray(start, counts.dtype) if (
+                eqn.params["dimension"] == dim
+            ) else counts  # fmt: skip
+        if name == "random_bits":
+            return bits_of_block(eqn, arrays[0], start, size, dim)
+        changed: dict[str, Any] = {}
+        if name == "broadcast_in_dim":
+            changed["shape"] = tuple(shape)
+        elif name == "reshape":
+            changed["new_sizes"] = tuple(shape)
+        return bind(eqn, arrays, **changed)[0]
+
+    def _dim(self, var: Any) -> int:
+        return self.region.dims[var]
+
+    def _shift_labels(self) -> tuple[int, ...]:
+        """Return the labels of the maximum's dims."""
+        var = self.region.shifted
+        return tuple(n for d, n in enumerate(self.region.labels[var]) if d != self._dim(var))
+
+    def _aligned(self, array: Array, labels: Sequence[int], var: Any) -> Array:
+        """Return an array with its dims, by their labels, where `var` has them, else of size 1."""
+        target = self.region.labels[var]
+        kept = [d for d, label in enumerate(labels) if label in target]
+        gone = tuple(d for d in range(array.ndim) if d not in kept)
+        array = jnp.squeeze(array, gone)
+        places = [target.index(labels[d]) for d in kept]
+        order = sorted(range(len(places)), key=places.__getitem__)
+        array = array.transpose(order)
+        shape = [1] * len(target)
+        for index in order:
+            shape[places[index]] = array.shape[order.index(index)]
+        return array.reshape(shape)
+
+    # --- Behind the last block ------------------------------------------------------------------
+
+    def _finish(self, sums: Sequence[Array], shift: Any, beside: Sequence[Any]) -> list[Array]:
+        """Return the results from the sums: each by its factor, and what follows from them."""
+        region = self.region
+        known = dict(zip(self.beside, beside, strict=True))
+        order = {id(eqn): total for (eqn, _), total in zip(region.reductions, sums, strict=True)}
+        forms = {id(eqn): form for eqn, form in region.reductions}
+        for eqn in self._behind:
+            if id(eqn) in order:
+                out = eqn.outvars[0]
+                total = order[id(eqn)]
+                factor = self._factor(out, forms[id(eqn)], shift, known)
+                known[out] = (total if factor is None else total * factor).astype(out.aval.dtype)
+                continue
+            inputs = [constant(a) if isinstance(a, Literal) else known[a] for a in eqn.invars]
+            with equation_context(eqn):
+                known.update(zip(eqn.outvars, bind(eqn, inputs), strict=True))
+        return [known[var] for var in region.results]
+
+    @functools.cached_property
+    def _behind(self) -> list[Any]:
+        """Reductions and statistics in an order in which each finds its operands."""
+        region = self.region
+        left = [*region.reductions, *((eqn, None) for eqn in region.after)]
+        written = {var for eqn, _ in left for var in eqn.outvars}
+        done: set[Any] = set()
+        ordered: list[Any] = []
+        while left:
+            ready = []
+            for eqn, form in left:
+                reads = variables(eqn.invars)
+                if form is not None:
+                    reads = [var for var, _ in (*form.terms, *form.factors)]
+                if done.issuperset(written.intersection(reads)):
+                    ready.append((eqn, form))
+            ordered += [eqn for eqn, _ in ready]
+            done.update(var for eqn, _ in ready for var in eqn.outvars)
+            left = [step for step in left if step not in ready]
+        return ordered
+
+    def _factor(self, out: Any, form: Form, shift: Any, known: Mapping[Any, Any]) -> Array | None:
+        """Return what a sum of weights is multiplied with, of size 1 along other dims."""
+        factor: Any = None
+        if form.terms:
+            labels = self._shift_labels()
+            exponent = self._aligned(_finite(shift), labels, out)
+            for var, sign in form.terms:
+                term = self._aligned(known[var], self.region.labels[var], out)
+                exponent = exponent + sign * term.astype(exponent.dtype)
+            factor = jnp.exp(exponent)
+        for var, sign in form.factors:
+            term = self._aligned(known[var], self.region.labels[var], out)
+            term = term.astype(_wide(term.dtype))
+            term = term if sign > 0 else 1 / term
+            factor = term if factor is None else factor * term
+        return factor
+
+    # --- Backward -------------------------------------------------------------------------------
+
+    def _backward(self, kept: Any, cotangents: list[Array]) -> tuple[list[Any], list[Any]]:
+        """Return the cotangents of the inputs and of what statistics read besides."""
+        inputs, beside, shift, sums = kept
+        extreme = [eqn.primitive.name in EXTREMES for eqn, _ in self.region.reductions]
+
+        def finish(some: list[Any], others: list[Any]) -> list[Array]:
+            return self._finish(_with(sums, some), shift, _with(beside, others))
+
+        _, pull = jax.vjp(finish, _floating(sums, [not one for one in extreme]), _floating(beside))
+        of_sums, of_beside = pull(cotangents)
+
+        dims = [dim for _, dim in self.region.inputs]
+        whole = _floating(inputs, [dim is None for dim in dims])
+
+        def of_block(start: Any, size: int) -> tuple[list[Any], list[Any]]:
+            """Return the cotangents of the inputs without the dim, and of blocks of the others."""
+            parts = self._sliced(inputs, start, size)
+
+            def sums_of(whole: list[Any], blocks: list[Any]) -> list[Any]:
+                arrays = _with(_with(parts, whole), blocks)
+                totals = self._block(arrays, start, size, lambda scores: _finite(shift))
+                return [t for t, ct in zip(totals, of_sums, strict=True) if ct is not None]
+
+            blocks = _floating(parts, [dim is not None for dim in dims])
+            totals, pull = jax.vjp(sums_of, whole, blocks)
+            given = [ct for ct in of_sums if ct is not None]
+            return pull([ct.astype(t.dtype) for ct, t in zip(given, totals, strict=True)])
+
+        def iteration(carry: list[Any], start: Array) -> tuple[list[Any], list[Any]]:
+            more, blocks = of_block(start, self.block)
+            return _plus(carry, more), blocks
+
+        totals = [None if x is None else jnp.zeros(x.shape, _wide(x.dtype)) for x in whole]
+        totals, stacked = lax.scan(iteration, totals, self._starts(cotangents))
+        last: list[Any] = [None] * len(dims)
+        if self.rest:
+            more, last = of_block(self.whole * self.block, self.rest)
+            totals = _plus(totals, more)
+        out = [
+            _joined(rows, end, dim) if dim is not None else _cast(total, x)
+            for x, dim, total, rows, end in zip(inputs, dims, totals, stacked, last, strict=True)
+        ]
+        return out, of_beside
+
+
+# --- Arrays ---------------------------------------------------------------------------------------
+
+
+def _neutral(name: str, dtype: Any) -> Any:
+    """Return what an extreme starts with."""
+    if dtype == jnp.bool_:
+        return name in ("reduce_and", "reduce_min")
+    largest = name == "reduce_max"
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = np.iinfo(dtype)
+        return limits.min if largest else limits.max
+    return -jnp.inf if largest else jnp.inf
+
+
+def _combine(name: str, total: Array, part: Array) -> Array:
+    """Return the extreme of two."""
+    both = {"max": jnp.maximum, "min": jnp.minimum, "and": jnp.bitwise_and, "or": jnp.bitwise_or}
+    return both[EXTREMES[name]](total, part)
+
+
+def _reduced(eqn: Any, arrays: Sequence[Array]) -> Array:
+    """Apply a reduction, or a product that contracts the dim, to a block; sums are wide."""
+    wide = _wide(eqn.outvars[0].aval.dtype)
+    if eqn.primitive.name == "dot_general":
+        return bind(eqn, arrays, preferred_element_type=wide)[0]
+    if eqn.primitive.name == "reduce_sum":
+        return bind(eqn, [arrays[0].astype(wide)])[0]
+    return bind(eqn, arrays)[0]
+
+
+def _wide(dtype: Any) -> Any:
+    """Return the dtype in which blocks are added up."""
+    return sum_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _finite(shift: Array) -> Array:
+    """Return the maximum, 0 where there is no score but -inf, which would make 0 of exp a NaN."""
+    return jnp.where(shift == -jnp.inf, 0, shift)
+
+
+def _floating(arrays: Sequence[Any], chosen: Sequence[bool] | None = None) -> list[Any]:
+    """Return the arrays that have a derivative, and None for the others, or not `chosen` ones."""
+    chosen = chosen if chosen is not None else [True] * len(arrays)
+    return [
+        x if one and jnp.issubdtype(x.dtype, jnp.inexact) else None
+        for x, one in zip(arrays, chosen, strict=True)
+    ]
+
+
+def _with(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Return the arrays, with those of `others` that are not None in their places."""
+    return [x if y is None else y for x, y in zip(arrays, others, strict=True)]
+
+
+def _plus(totals: Sequence[Any], more: Sequence[Any]) -> list[Any]:
+    """Add cotangents to their sums."""
+    return [None if x is None else x + y.astype(x.dtype) for x, y in zip(totals, more, strict=True)]
+
+
+def _cast(total: Any, like: Any) -> Any:
+    return None if total is None else total.astype(like.dtype)
+
+
+def _joined(rows: Any, end: Any, dim: int) -> Any:
+    """Return blocks `(n, ..., size, ...)` joined along their dim, and a smaller one at the end."""
+    if rows is None:
+        return None
+    shape = list(rows.shape[1:])
+    shape[dim] *= rows.shape[0]
+    whole = jnp.moveaxis(rows, 0, dim).reshape(shape)
+    return whole if end is None else jnp.concatenate([whole, end], dim)

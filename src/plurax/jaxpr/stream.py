@@ -1,0 +1,241 @@
+"""Stream attention over its keys: blocks of keys one after another, and no array of T × S.
+
+`follow_dim` cuts out of a traced function what lies between a product of queries and keys and the
+sums over the keys, and `key_blocks` evaluates it on one block of keys after another. Here a
+function is searched for such products, also in loops over layers, and evaluated in blocks.
+
+    product                               streamed over
+    q · k of two activations              keys, if there are more than `block`
+    x · w of an activation, a parameter   nothing: no array of it grows with tokens by tokens
+    a · b of two embeddings, with labels  nothing: a gather takes the keys apart; a warning says so
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+from jaxtyping import PyTree
+
+from plurax import errors
+from plurax.jaxpr.compat import PLAIN_CALLS, Scan, called_jaxpr, inner_jaxprs
+from plurax.jaxpr.equal_dims import shape_of
+from plurax.jaxpr.follow_dim import Region, candidates, follow
+from plurax.jaxpr.forms import NotFollowedError
+from plurax.jaxpr.interpret import (
+    all_equations,
+    bind,
+    constant,
+    dependent,
+    equation_context,
+    flat_equations,
+    holds,
+    interpret,
+    needed,
+    source_line,
+    variables,
+)
+from plurax.jaxpr.key_blocks import KeyBlocks
+
+
+def streamed(fun: Callable[..., PyTree], block: int | None) -> Callable[..., PyTree]:
+    """Return the same function with attention in blocks of keys; apply it before differentiation.
+
+    **Arguments:** `fun`, a function of trees of arrays, its first argument the parameters; `block`,
+    the keys of a block. None: `fun` is returned.
+
+    Warns with `StreamWarning` of a product of activations with more keys that cannot be
+    streamed, with the line of the equation that is at fault.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def attention(params, x):
+    ...     return jax.nn.softmax(jnp.einsum("btd,bsd->bts", x, x)) @ x
+    >>> x = jax.random.normal(jax.random.key(0), (1, 6, 2))
+    >>> bool(jnp.allclose(streamed(attention, 2)(None, x), attention(None, x)))
+    True
+    """
+    if block is None:
+        return fun
+
+    @functools.wraps(fun)
+    def in_blocks(*args: PyTree) -> PyTree:
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
+        parameters = len(jax.tree.leaves(args[0]))
+        of_rows = set(closed.jaxpr.invars[parameters:])
+        out = _evaluate(closed.jaxpr, closed.consts, leaves, of_rows, block)
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    return in_blocks
+
+
+def _evaluate(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], of_rows: set[Any], block: int
+) -> list[Any]:
+    """Evaluate a jaxpr, regions in blocks. `of_rows` are the inputs that depend on examples."""
+    flat = flat_equations(jaxpr.eqns, jaxpr.outvars, inline=_is_opened)
+    reached = dependent(flat.eqns, of_rows)
+    regions = _regions(flat.eqns, flat.results, reached, block)
+    if not regions:
+        return _unchanged(jaxpr, consts, args, of_rows, block)
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    values.update(flat.constants)
+
+    def read(atom: Any) -> Any:
+        return constant(atom) if isinstance(atom, Literal) else values[atom]
+
+    for step in _in_order(flat.eqns, flat.results, regions):
+        if isinstance(step, Region):
+            stream = KeyBlocks(step, block)
+            inputs = [values[var] for var, _ in step.inputs]
+            results = stream(inputs, [values[var] for var in stream.beside])
+            values.update(zip(step.results, results, strict=True))
+            continue
+        inputs = [read(atom) for atom in step.invars]
+        with equation_context(step):
+            outputs = _apply(step, inputs, reached, block)
+        values.update(zip(step.outvars, outputs, strict=True))
+    return [read(atom) for atom in flat.results]
+
+
+def _unchanged(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], of_rows: set[Any], block: int
+) -> list[Any]:
+    """Evaluate a jaxpr as it is, but for what loops and calls hold."""
+
+    def apply(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+        return _apply(eqn, inputs, reached, block)
+
+    reached = dependent(jaxpr.eqns, of_rows)
+    return interpret(jaxpr, consts, args, default=apply)
+
+
+def _is_opened(eqn: Any) -> bool:
+    """Whether a call is evaluated in place: one without a derivative of its own, or a softmax."""
+    if eqn.primitive.name in PLAIN_CALLS:
+        return True
+    if eqn.primitive.name != "custom_jvp_call":
+        return False
+    body = called_jaxpr(eqn)[0]
+    return holds(body, "exp") and holds(body, "reduce_sum")
+
+
+def _apply(eqn: Any, inputs: list[Any], of_rows: set[Any], block: int) -> Sequence[Any]:
+    """Apply an equation; the bodies of loops over layers, and of `jax.checkpoint`, in blocks."""
+    name = eqn.primitive.name
+    opened = name in ("scan", "remat2") or name in PLAIN_CALLS
+    inner = inner_jaxprs(eqn) if opened else []
+    if not any(_has_products(jaxpr) for jaxpr in inner):
+        return bind(eqn, inputs)
+    flags = [not isinstance(atom, Literal) and atom in of_rows for atom in eqn.invars]
+    if name == "scan":
+        scan = Scan.of(eqn)
+        consts, carry, xs = scan.split(scan.body.invars)
+        own = scan.split(flags)
+        rows = {v for v, flag in zip((*consts, *xs), (*own[0], *own[2]), strict=True) if flag}
+        if any(flags):
+            rows.update(carry)
+
+        def body(*args: Any) -> list[Any]:
+            return _evaluate(scan.body, scan.body_consts, args, rows, block)
+
+        return scan.apply(body, inputs)
+    jaxpr, values = called_jaxpr(eqn)
+    rows = {var for var, flag in zip(jaxpr.invars, flags, strict=True) if flag}
+    again = functools.partial(_evaluate, jaxpr, values, of_rows=rows, block=block)
+    if name in PLAIN_CALLS:
+        return again(inputs)
+    return jax.checkpoint(
+        lambda *args: again(args), prevent_cse=eqn.params["prevent_cse"],
+        policy=eqn.params["policy"],
+    )(*inputs)  # fmt: skip
+
+
+def _has_products(jaxpr: Any) -> bool:
+    """Whether any product in a jaxpr has several dims in its batch."""
+    return any(
+        eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][1][0]
+        for eqn in all_equations(jaxpr)
+    )
+
+
+def _regions(
+    eqns: Sequence[Any], results: Sequence[Any], of_rows: set[Any], block: int
+) -> list[Region]:
+    """Return what can be streamed, and warn of products that cannot be."""
+    regions: list[Region] = []
+    taken: set[int] = set()
+    whole: set[Any] = set()  # what follows from products that are refused, up to the next product
+    for index, eqn in enumerate(eqns):
+        refused: list[NotFollowedError] = []
+        dims = candidates(eqn, of_rows)
+        follows = not whole.isdisjoint(variables(eqn.invars))
+        if follows and not dims:
+            whole.update(eqn.outvars)
+        if id(eqn) in taken or follows:
+            continue
+        for place, dim in dims:
+            if shape_of(eqn.invars[place])[dim] <= block:
+                continue
+            try:
+                region = follow(eqns, results, index, place, dim)
+            except NotFollowedError as error:
+                refused.append(error)
+                continue
+            if taken.isdisjoint(region.ids()):
+                regions.append(region)
+                taken |= region.ids()
+                break
+        else:
+            if refused:
+                _warn(eqn, refused[0])
+                whole.update(eqn.outvars)
+    return regions
+
+
+def _warn(eqn: Any, refused: NotFollowedError) -> None:
+    shape = "×".join(map(str, shape_of(eqn.outvars[0])))
+    warnings.warn(
+        f"Plan(stream=...): the product of shape {shape} at {source_line([eqn]) or 'unknown'} is "
+        f"computed whole, because {refused.eqn.primitive.name} at "
+        f"{source_line([refused.eqn]) or 'unknown'} cannot be computed in blocks: "
+        f"{refused.reason}.",
+        errors.StreamWarning,
+        stacklevel=2,
+    )
+
+
+def _in_order(eqns: Sequence[Any], results: Sequence[Any], regions: Sequence[Region]) -> list[Any]:
+    """Return equations and regions, each after what it reads, else in their order.
+
+    What only a region needs is left out.
+    """
+    if not regions:
+        return list(eqns)
+    inside = {number for region in regions for number in region.ids()}
+    known = {var for region in regions for var in region.results}
+    read = [*results, *(var for region in regions for var in region.reads())]
+    rest = [eqn for eqn in eqns if id(eqn) not in inside]
+    used = {id(eqn) for eqn in needed(rest, read, known, {id(e) for e in rest if e.effects})}
+    steps: list[Any] = [eqn for eqn in eqns if id(eqn) in used or id(eqn) in inside]
+    for region in regions:
+        mine = region.ids()
+        places = [index for index, step in enumerate(steps) if id(step) in mine]
+        start, end = places[0], places[-1] + 1
+        others = [step for step in steps[start:end] if id(step) not in mine]
+        reached, before, behind = set(region.results), [], []
+        for step in others:
+            if isinstance(step, Region):
+                reads, writes = step.reads(), step.results
+            else:
+                reads, writes = variables(step.invars), step.outvars
+            if reached.isdisjoint(reads):
+                before.append(step)
+            else:
+                behind.append(step)
+                reached.update(writes)
+        steps[start:end] = [*before, region, *behind]
+    return steps

@@ -1,0 +1,139 @@
+"""Attention in blocks of keys under every plan, beside the task as written on one device."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests import models
+
+import plurax as px
+
+ROWS = 13  # no multiple of anything
+
+
+def megatron(sequence=False):
+    """The rules of the stack, whose head has the embedding's table."""
+    return {name: dims for name, dims in models.megatron(sequence).items() if name != "head"}
+
+
+TENSOR = {"tensor": 2, "shardings": megatron()}
+PLANS = {
+    "one device": {},
+    "microbatches": {"microbatches": 3},
+    "data": {"data": 4, "microbatches": 2},
+    "uneven": {"data": 2, "microbatches": (3, 1)},
+    "zero 2": {"data": 3, "zero": 2, "microbatches": 2},
+    "zero 3": {"data": 4, "zero": 3},
+    "tensor": TENSOR,
+    "sequence": {"tensor": 2, "shardings": megatron(sequence=True)},
+    "dots": {"data": 2, "remat": "dots"},
+    "full": {"remat": "full"},
+    "offload": {"remat": "offload"},
+    "minor": {"batch_dim": "minor"},
+    "pipeline": {"pipeline": 2, "microbatches": 4},
+    "pipeline and tensor": {"pipeline": 2, "microbatches": 2, "schedule": "zb-h1", **TENSOR},
+    "pipeline and remat": {"data": 2, "pipeline": 2, "microbatches": 2, "remat": "full"},
+    "everything": {"data": 2, "zero": 3, "microbatches": 2, "remat": "full", **TENSOR},
+}
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def trained(plan, members=None):
+    task, batch = models.transformer_stack(np.float64, depth=3), models.text(ROWS)
+    program = px.compile(task, optax.adam(1e-2), plan, batch, members=members)
+    state = program.init() if members else program.init(seed=3)
+    for size in (ROWS, 5):
+        state, metrics = program.step(state, models.cut(batch, size))
+    outputs = program.predict(state, batch)
+    evaluated = program.evaluate(state, batch)
+    state = program.to_canonical(state)
+    return jax.device_get((state.params, state.opt_state, metrics, evaluated, outputs))
+
+
+@pytest.fixture(scope="module")
+def as_written():
+    with jax.enable_x64(True):
+        return trained(px.Plan())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_any_plan_equals_one_device(as_written, name):
+    """Blocks of 4 of 6 keys, so that the last one has 2."""
+    assert models.max_rel_error(trained(px.Plan(stream=4, **PLANS[name])), as_written) < 1e-10
+
+
+def test_members_equal_those_as_written():
+    three = px.Members(3)
+    plan = px.Plan(member=2, chunk=1, stream=4)
+    assert models.max_rel_error(trained(plan, three), trained(px.Plan(chunk=1), three)) < 1e-10
+
+
+# --- What is held ---------------------------------------------------------------------------------
+
+TOKENS = 97  # a number that no other dim has
+
+
+def task_of(width, heads):
+    """Causal attention with a residual, of one layer."""
+
+    def init(key):
+        keys = jax.random.split(key, 2)
+        shape = (width, 3, heads, width // heads)
+        return {
+            "qkv": jax.random.normal(keys[0], shape, "float32") * 0.1,
+            "out": jax.random.normal(keys[1], (heads, width // heads, width), "float32") * 0.1,
+        }
+
+    def outputs(params, x):
+        q, k, v = jnp.einsum("btd,dchk->cbthk", x, params["qkv"])
+        scores = jnp.einsum("bthk,bshk->bhts", q, k)
+        seen = jnp.tril(jnp.ones((1, 1, x.shape[1], x.shape[1]), bool))
+        weights = jax.nn.softmax(jnp.where(seen, scores, -1e30))
+        return x + jnp.einsum("bhts,bshk,hkd->btd", weights, v, params["out"])
+
+    return px.Task(
+        init=init,
+        loss=lambda params, batch, keys: (outputs(params, batch["x"]) ** 2).mean((1, 2)),
+        predict=lambda params, inputs: outputs(params, inputs["x"]),
+    )
+
+
+def holds_all(text):
+    """Whether a program has an array of all queries by all keys, in any order of its dims."""
+    shapes = {tuple(map(int, one.split(","))) for one in re.findall(r"\[([\d,]+)\]", text)}
+    return any(shape.count(TOKENS) > 1 for shape in shapes)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_no_array_of_queries_by_keys_is_in_the_compiled_step(remat):
+    batch = {"x": jnp.ones((4, TOKENS, 8), "float32")}
+    program = px.compile(task_of(8, 2), optax.sgd(0.1), px.Plan(remat=remat), batch)
+    assert holds_all(program.compiled_step.as_text())
+    plan = px.Plan(remat=remat, stream=16)
+    streamed = px.compile(task_of(8, 2), optax.sgd(0.1), plan, batch)
+    assert not holds_all(streamed.compiled_step.as_text())
+    assert streamed.memory().temporaries < program.memory().temporaries / 2
+
+
+def test_memory_grows_with_tokens_and_not_with_their_square():
+    def temporaries(tokens):
+        batch = {"x": jax.ShapeDtypeStruct((1, tokens, 8), jnp.float32)}
+        plan = px.Plan(remat="full", stream=32)
+        return px.compile(task_of(8, 2), optax.sgd(0.1), plan, batch).memory().temporaries
+
+    assert temporaries(4096) < 4.2 * temporaries(1024)
+
+
+def test_estimates_know_it():
+    """The recorded step has the loops of the blocks, and what they hold."""
+    machine = px.Machine.preset("8xA100-40GB")
+    batch = {"x": jax.ShapeDtypeStruct((4, 2048, 64), jnp.float32)}
+    whole, blocks = (
+        px.estimate(task_of(64, 4), optax.sgd(0.1), plan, batch, machine)
+        for plan in (px.Plan(), px.Plan(stream=256))
+    )
+    assert blocks.memory["temporaries"] < whole.memory["temporaries"] / 2

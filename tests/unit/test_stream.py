@@ -1,0 +1,421 @@
+"""Attention in blocks of keys, against the same function as it is written."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from plurax.errors import StreamWarning
+from plurax.jaxpr.equal_dims import shape_of
+from plurax.jaxpr.interpret import all_equations
+from plurax.jaxpr.stream import streamed
+
+# Rows, queries, keys, heads, width: primes tell queries and keys apart in any shape.
+B, T, S, N, H = 2, 11, 13, 4, 6
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def scores(q, k):
+    return jnp.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
+
+
+def summed(weights, v):
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def attended(s, v):
+    return summed(jax.nn.softmax(s), v)
+
+
+def of_queries(x):
+    """Bring `(B, N, T, ...)` to the order of the outputs."""
+    return x.swapaxes(1, 2)
+
+
+def distance():
+    return jnp.arange(S)[None, None, None] - jnp.arange(T)[None, None, :, None]
+
+
+def plain(p, q, k, v):
+    return attended(scores(q, k), v)
+
+
+def causal(p, q, k, v):
+    return attended(jnp.where(distance() <= 2, scores(q, k), -1e30), v)
+
+
+def causal_tril(p, q, k, v):
+    return attended(
+        jnp.where(jnp.tril(jnp.ones((T, S), bool))[None, None], scores(q, k), -jnp.inf), v
+    )
+
+
+def rows_without_keys(p, q, k, v):
+    return attended(jnp.where(distance() < -3, scores(q, k), -1e30), v)
+
+
+def window(p, q, k, v):
+    return attended(jnp.where(jnp.abs(distance()) < 3, scores(q, k), -1e30), v)
+
+
+def segments(p, q, k, v):
+    same = p["of_queries"][:, None, :, None] == p["of_keys"][:, None, None, :]
+    return attended(jnp.where(same, scores(q, k), -1e30), v)
+
+
+def padding(p, q, k, v):
+    return attended(jnp.where(p["of_keys"][:, None, None, :] > 0, scores(q, k), -1e30), v)
+
+
+def bias(p, q, k, v):
+    return attended(scores(q, k) + p["bias"][None], v)
+
+
+def slopes(p, q, k, v):
+    slope = 2.0 ** -jnp.arange(N, dtype=float)[None, :, None, None]
+    return attended(scores(q, k) - jnp.abs(distance()).astype(float) * slope, v)
+
+
+def soft_cap(p, q, k, v):
+    return attended(5 * jnp.tanh(scores(q, k) / 5), v)
+
+
+def kept(weights, p):
+    draw = jax.vmap(lambda key: jax.random.bernoulli(key, 0.7, (N, T, S)))
+    return jnp.where(draw(p["keys"]), weights / 0.7, 0)
+
+
+def dropout(p, q, k, v):
+    return summed(kept(jax.nn.softmax(scores(q, k)), p), v)
+
+
+def dropout_before_the_quotient(p, q, k, v):
+    weights = jnp.exp(scores(q, k))
+    return summed(kept(weights, p), v) / of_queries(weights.sum(-1, keepdims=True))
+
+
+def softmax_with_where(p, q, k, v):
+    return summed(jax.nn.softmax(scores(q, k), where=distance() <= 2), v)
+
+
+def library(p, q, k, v):
+    mask = distance() <= 2
+    return jax.nn.dot_product_attention(q, k, v, bias=p["bias"][None], mask=mask)
+
+
+def one_head_of_keys(p, q, k, v):
+    s = jnp.einsum("btnh,bsh->bnts", q, k[:, :, 0])
+    return jnp.einsum("bnts,bsh->btnh", jax.nn.softmax(s), v[:, :, 0])
+
+
+def groups_of_heads(p, q, k, v):
+    s = jnp.einsum("btmgh,bsmh->bmgts", q.reshape(B, T, 2, 2, H), k[:, :, :2])
+    out = jnp.einsum("bmgts,bsmh->btmgh", jax.nn.softmax(s), v[:, :, :2])
+    return out.reshape(q.shape)
+
+
+def without_maximum(p, q, k, v):
+    weights = jnp.exp(scores(q, k))
+    return summed(weights / weights.sum(-1, keepdims=True), v)
+
+
+def by_hand(p, q, k, v):
+    s = scores(q, k)
+    weights = jnp.exp(s - s.max(-1, keepdims=True))
+    return summed(weights, v) / of_queries(weights.sum(-1, keepdims=True))
+
+
+def by_a_reciprocal(p, q, k, v):
+    s = scores(q, k)
+    weights = jnp.exp(s - s.max(-1, keepdims=True))
+    return summed(weights * (1 / weights.sum(-1, keepdims=True)), v)
+
+
+def small_divisor(p, q, k, v):
+    s = scores(q, k)
+    weights = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
+    return summed(weights / (weights.sum(-1, keepdims=True) + 1e-3), v)
+
+
+def one_more_in_the_divisor(p, q, k, v):
+    s = scores(q, k)
+    top = jax.lax.stop_gradient(s.max(-1, keepdims=True))
+    weights = jnp.exp(s - top)
+    return summed(weights / (weights.sum(-1, keepdims=True) + jnp.exp(-top)), v)
+
+
+def log_sum_exp(p, q, k, v):
+    s = scores(q, k)
+    return summed(jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)), v)
+
+
+def log_softmax(p, q, k, v):
+    return summed(jnp.exp(jax.nn.log_softmax(scores(q, k))), v)
+
+
+def a_result_beside(p, q, k, v):
+    s = scores(q, k)
+    weights = jax.nn.softmax(s)
+    return summed(weights, v) + of_queries((weights * s).sum(-1, keepdims=True))
+
+
+def sigmoid(p, q, k, v):
+    return summed(jax.nn.sigmoid(scores(q, k)), v)
+
+
+def linear(p, q, k, v):
+    return summed(jnp.where(distance() <= 0, scores(q, k), 0), v)
+
+
+def keys_first(p, q, k, v):
+    s = jnp.einsum("bsnh,btnh->bnst", k, q)
+    return jnp.einsum("bnst,bsnh->btnh", jax.nn.softmax(s, axis=-2), v)
+
+
+def of_each_example(p, q, k, v):
+    def one(q, k, v):
+        return jax.nn.softmax(q @ k.T) @ v
+
+    return jax.vmap(jax.vmap(one, in_axes=1, out_axes=1))(q, k, v)
+
+
+def of_products_with_positions(p, q, k, v):
+    return attended(scores(q, k) + jnp.einsum("btnh,tsh->bnts", q, p["positions"]), v)
+
+
+def in_a_loop_over_layers(p, q, k, v):
+    def layer(h, width):
+        return plain(p, h * width, k, v), None
+
+    return jax.lax.scan(layer, q, p["widths"])[0]
+
+
+def recomputed(p, q, k, v):
+    return jax.checkpoint(lambda q, k, v: plain(p, q, k, v))(q, k, v)
+
+
+def one_after_another(p, q, k, v):
+    return plain(p, plain(p, q, k, v), k, v)
+
+
+def mixed_heads(p, q, k, v):
+    s = jnp.einsum("mn,bnts->bmts", p["mix"], scores(q, k))
+    return attended(s, v)
+
+
+VARIANTS = [
+    plain, causal, causal_tril, rows_without_keys, window, segments, padding, bias, slopes,
+    soft_cap, dropout, dropout_before_the_quotient, softmax_with_where, one_head_of_keys,
+    groups_of_heads, without_maximum, by_hand, by_a_reciprocal, small_divisor,
+    one_more_in_the_divisor, log_sum_exp, log_softmax, a_result_beside, sigmoid, linear,
+    keys_first, of_each_example, of_products_with_positions, in_a_loop_over_layers, recomputed,
+    one_after_another, mixed_heads,
+]  # fmt: skip
+
+
+def inputs():
+    draw = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(draw.standard_normal(shape))
+
+    parameters = {
+        "bias": normal(N, T, S),
+        "mix": normal(N, N),
+        "widths": jnp.asarray([1.0, 0.5, 2.0]),
+        "positions": normal(T, S, H),
+        "of_queries": jnp.asarray(draw.integers(0, 3, (B, T))),
+        "of_keys": jnp.asarray(draw.integers(0, 3, (B, S))),
+        "keys": jax.random.split(jax.random.key(7), B),
+    }
+    return parameters, normal(B, T, N, H), normal(B, S, N, H), normal(B, S, N, H)
+
+
+def value_and_grad(attention, args):
+    """Return a sum of the outputs and its gradient in the parameters, queries, keys and values."""
+    p, *activations = args
+    whole = {name: p[name] for name in ("of_queries", "of_keys", "keys")}
+
+    def loss(p, *activations):
+        return jnp.sin(attention(p | whole, *activations)).sum()
+
+    floating = {name: x for name, x in p.items() if name not in whole}
+    fun = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
+    return fun, (floating, *activations)
+
+
+def held(fun, args):
+    """Return the shapes of all values of a function that have a dim of queries and one of keys.
+
+    Those of parameters, and of their gradients, are not counted.
+    """
+    closed = jax.make_jaxpr(fun)(*args)
+    large = [shape_of(var) for eqn in all_equations(closed.jaxpr) for var in eqn.outvars]
+    parameters = {(N, T, S), (1, N, T, S), (T, S, H)}
+    return [shape for shape in large if {T, S} <= set(shape) and shape not in parameters]
+
+
+@pytest.mark.parametrize("block", [4, 5])
+@pytest.mark.parametrize("attention", VARIANTS, ids=lambda f: f.__name__)
+def test_values_and_gradients_are_the_same(attention, block):
+    args = inputs()
+    fun, args = value_and_grad(attention, args)
+    whole = fun(*args)
+    fun, _ = value_and_grad(streamed(attention, block), inputs())
+    blocks = fun(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, **TOLERANCE), whole, blocks)
+
+
+@pytest.mark.parametrize("attention", VARIANTS, ids=lambda f: f.__name__)
+def test_no_array_of_queries_by_keys_is_computed(attention):
+    fun, args = value_and_grad(attention, inputs())
+    assert held(fun, args)
+    fun, args = value_and_grad(streamed(attention, 4), inputs())
+    assert not held(fun, args)
+
+
+def test_attention_of_a_library():
+    """`jax.nn.dot_product_attention` computes its softmax in float32."""
+    p, *activations = inputs()
+    args = ({"bias": p["bias"].astype("float32")}, *(x.astype("float32") for x in activations))
+
+    def loss(attention):
+        return jax.value_and_grad(lambda *a: jnp.sin(attention(*a)).sum(), argnums=(0, 1, 2, 3))
+
+    whole, blocks = loss(library)(*args), loss(streamed(library, 4))(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), whole, blocks)
+    assert held(loss(library), args)
+    assert not held(loss(streamed(library, 4)), args)
+
+
+@pytest.mark.parametrize("mask", [-jnp.inf, -1e30])
+def test_rows_without_any_key_are_as_written(mask):
+    def attention(p, q, k, v):
+        return attended(jnp.where(distance() < -3, scores(q, k), mask), v)
+
+    args = inputs()
+    np.testing.assert_allclose(
+        streamed(attention, 4)(*args), attention(*args), equal_nan=True, **TOLERANCE
+    )
+
+
+def test_sums_are_wide():
+    """In bfloat16 blocks are added up in float32, so that more blocks are not less exact."""
+    args = [jnp.asarray(x, jnp.bfloat16) for x in inputs()[1:]]
+    exact = plain(None, *[jnp.asarray(x, jnp.float64) for x in args])
+    whole, blocks = plain(None, *args), streamed(plain, 1)(None, *args)
+    assert blocks.dtype == jnp.bfloat16
+    errors = [jnp.abs(out.astype(float) - exact).max() for out in (whole, blocks)]
+    assert errors[1] <= 1.5 * errors[0]
+
+
+# --- What cannot be streamed ----------------------------------------------------------------------
+
+
+def squared_weights(p, q, k, v):
+    return summed(jax.nn.softmax(scores(q, k)) ** 2, v)
+
+
+def only_large_weights(p, q, k, v):
+    weights = jax.nn.softmax(scores(q, k))
+    return summed(jnp.where(weights > 0.1, weights, 0), v)
+
+
+def heads_mixed_behind(p, q, k, v):
+    return summed(jnp.einsum("mn,bnts->bmts", p["mix"], jax.nn.softmax(scores(q, k))), v)
+
+
+def weights_returned(p, q, k, v):
+    return jax.nn.softmax(scores(q, k))
+
+
+def the_maximum_used(p, q, k, v):
+    s = scores(q, k)
+    return attended(s, v) + of_queries(s.max(-1, keepdims=True))
+
+
+def shifted_keys(p, q, k, v):
+    s = scores(q, k)
+    return attended(jnp.concatenate([s[..., 1:], s[..., :1]], -1), v)
+
+
+def sorted_keys(p, q, k, v):
+    return attended(jnp.sort(scores(q, k)), v)
+
+
+def one_maximum_of_all_heads(p, q, k, v):
+    s = scores(q, k)
+    weights = jnp.exp(s - jax.lax.stop_gradient(s.max((1, 3), keepdims=True)))
+    return summed(weights / weights.sum(-1, keepdims=True), v)
+
+
+def queries_mixed_with_keys(p, q, k, v):
+    s = jnp.einsum("btnh,bsnh->bnts", k, k)
+    return attended(s + s.swapaxes(2, 3), v)
+
+
+REFUSED = {
+    one_maximum_of_all_heads: "sub at .* its maximum is that of several softmaxes",
+    queries_mixed_with_keys: "add at .* it mixes keys with queries",
+    squared_weights: "integer_pow at .* what it computes is no softmax of its operands",
+    only_large_weights: "gt at .* what it computes is no softmax of its operands",
+    heads_mixed_behind: "dot_general at .* it sums weights of several softmaxes",
+    weights_returned: "nothing reduces the dim of what it computes",
+    the_maximum_used: "the maximum is in a result",
+    shifted_keys: "slice at .* there is no rule for it",
+    sorted_keys: "sort at .* there is no rule for it",
+}
+
+
+@pytest.mark.parametrize("attention", REFUSED, ids=lambda f: f.__name__)
+def test_what_is_not_recognised_is_computed_whole_and_said(attention):
+    args = inputs()
+    with pytest.warns(StreamWarning, match=REFUSED[attention]) as said:
+        out = streamed(attention, 4)(*args)
+    assert len(said) == 1
+    assert "test_stream.py" in str(said[0].message)
+    np.testing.assert_array_equal(out, attention(*args))
+
+
+def test_a_maximum_whose_gradient_is_stopped_may_be_used():
+    def attention(p, q, k, v):
+        s = scores(q, k)
+        top = jax.lax.stop_gradient(s.max(-1, keepdims=True))
+        return attended(s, v) + of_queries(top)
+
+    fun, args = value_and_grad(attention, inputs())
+    whole = fun(*args)
+    fun, _ = value_and_grad(streamed(attention, 4), inputs())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, **TOLERANCE), whole, fun(*args))
+    assert not held(fun, args)
+
+
+def test_products_with_parameters_are_left_as_they_are():
+    def layers(params, x):
+        return jnp.tanh(x @ params["w"]) @ params["v"]
+
+    args = ({"w": jnp.ones((H, 32)), "v": jnp.ones((32, H))}, jnp.ones((B, T, H)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert str(jax.make_jaxpr(streamed(layers, 4))(*args)) == str(jax.make_jaxpr(layers)(*args))
+
+
+def test_fewer_keys_than_a_block_are_left_as_they_are():
+    args = inputs()
+    count = sum(eqn.primitive.name == "custom_vjp_call" for eqn in all_equations(
+        jax.make_jaxpr(streamed(plain, S))(*args).jaxpr))  # fmt: skip
+    assert count == 0
+    assert streamed(plain, None) is plain
+
+
+def test_shapes_have_the_keys_of_a_block():
+    closed = jax.make_jaxpr(streamed(plain, 4))(*inputs())
+    blocks = {
+        shape_of(v) for e in all_equations(closed.jaxpr) for v in e.outvars if T in shape_of(v)
+    }
+    assert (B, N, T, 4) in blocks
+    assert (B, N, T, 1) in blocks
