@@ -246,6 +246,31 @@ def megatron(sequence=False):
     )
 
 
+def attention_task(width, heads):
+    """Causal attention with a residual, of one layer."""
+
+    def init(key):
+        keys = jax.random.split(key, 2)
+        shape = (width, 3, heads, width // heads)
+        return {
+            "qkv": jax.random.normal(keys[0], shape, "float32") * 0.1,
+            "out": jax.random.normal(keys[1], (heads, width // heads, width), "float32") * 0.1,
+        }
+
+    def outputs(params, x):
+        q, k, v = jnp.einsum("btd,dchk->cbthk", x, params["qkv"])
+        scores = jnp.einsum("bthk,bshk->bhts", q, k)
+        seen = jnp.tril(jnp.ones((1, 1, x.shape[1], x.shape[1]), bool))
+        weights = jax.nn.softmax(jnp.where(seen, scores, -1e30))
+        return x + jnp.einsum("bhts,bshk,hkd->btd", weights, v, params["out"])
+
+    return px.Task(
+        init=init,
+        loss=lambda params, batch, keys: (outputs(params, batch["x"]) ** 2).mean((1, 2)),
+        predict=lambda params, inputs: outputs(params, inputs["x"]),
+    )
+
+
 def images(count, dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
     return {

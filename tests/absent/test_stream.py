@@ -5,7 +5,8 @@ import optax
 import pytest
 
 import plurax as px
-from tests.parity.test_stream_plans import TOKENS, holds_all, task_of
+from tests import models
+from tests.parity.test_stream_plans import TOKENS, holds_all
 
 jax.config.update("jax_platforms", "cpu")
 
@@ -13,7 +14,7 @@ jax.config.update("jax_platforms", "cpu")
 def compiled(plan, tokens, machine):
     batch = {"x": jax.ShapeDtypeStruct((2, tokens, 128), "float32")}
     devices = px.topology(machine)[: plan.devices]
-    return px.compile(task_of(128, 2), optax.sgd(0.1), plan, batch, devices=devices)
+    return px.compile(models.attention_task(128, 2), optax.sgd(0.1), plan, batch, devices=devices)
 
 
 @pytest.mark.parametrize("machine", ["v5e:2x2", "4xH100"])

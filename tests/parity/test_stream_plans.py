@@ -77,31 +77,6 @@ def test_members_equal_those_as_written():
 TOKENS = 97  # a number that no other dim has
 
 
-def task_of(width, heads):
-    """Causal attention with a residual, of one layer."""
-
-    def init(key):
-        keys = jax.random.split(key, 2)
-        shape = (width, 3, heads, width // heads)
-        return {
-            "qkv": jax.random.normal(keys[0], shape, "float32") * 0.1,
-            "out": jax.random.normal(keys[1], (heads, width // heads, width), "float32") * 0.1,
-        }
-
-    def outputs(params, x):
-        q, k, v = jnp.einsum("btd,dchk->cbthk", x, params["qkv"])
-        scores = jnp.einsum("bthk,bshk->bhts", q, k)
-        seen = jnp.tril(jnp.ones((1, 1, x.shape[1], x.shape[1]), bool))
-        weights = jax.nn.softmax(jnp.where(seen, scores, -1e30))
-        return x + jnp.einsum("bhts,bshk,hkd->btd", weights, v, params["out"])
-
-    return px.Task(
-        init=init,
-        loss=lambda params, batch, keys: (outputs(params, batch["x"]) ** 2).mean((1, 2)),
-        predict=lambda params, inputs: outputs(params, inputs["x"]),
-    )
-
-
 def holds_all(text):
     """Whether a program has an array of all queries by all keys, in any order of its dims."""
     shapes = {tuple(map(int, one.split(","))) for one in re.findall(r"\[([\d,]+)\]", text)}
@@ -111,10 +86,10 @@ def holds_all(text):
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_no_array_of_queries_by_keys_is_in_the_compiled_step(remat):
     batch = {"x": jnp.ones((4, TOKENS, 8), "float32")}
-    program = px.compile(task_of(8, 2), optax.sgd(0.1), px.Plan(remat=remat), batch)
+    program = px.compile(models.attention_task(8, 2), optax.sgd(0.1), px.Plan(remat=remat), batch)
     assert holds_all(program.compiled_step.as_text())
     plan = px.Plan(remat=remat, stream=16)
-    streamed = px.compile(task_of(8, 2), optax.sgd(0.1), plan, batch)
+    streamed = px.compile(models.attention_task(8, 2), optax.sgd(0.1), plan, batch)
     assert not holds_all(streamed.compiled_step.as_text())
     assert streamed.memory().temporaries < program.memory().temporaries / 2
 
@@ -123,7 +98,8 @@ def test_memory_grows_with_tokens_and_not_with_their_square():
     def temporaries(tokens):
         batch = {"x": jax.ShapeDtypeStruct((1, tokens, 8), jnp.float32)}
         plan = px.Plan(remat="full", stream=32)
-        return px.compile(task_of(8, 2), optax.sgd(0.1), plan, batch).memory().temporaries
+        program = px.compile(models.attention_task(8, 2), optax.sgd(0.1), plan, batch)
+        return program.memory().temporaries
 
     assert temporaries(4096) < 4.2 * temporaries(1024)
 
@@ -133,7 +109,7 @@ def test_estimates_know_it():
     machine = px.Machine.preset("8xA100-40GB")
     batch = {"x": jax.ShapeDtypeStruct((4, 2048, 64), jnp.float32)}
     whole, blocks = (
-        px.estimate(task_of(64, 4), optax.sgd(0.1), plan, batch, machine)
+        px.estimate(models.attention_task(64, 4), optax.sgd(0.1), plan, batch, machine)
         for plan in (px.Plan(), px.Plan(stream=256))
     )
     assert blocks.memory["temporaries"] < whole.memory["temporaries"] / 2

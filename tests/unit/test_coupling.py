@@ -412,6 +412,17 @@ def test_a_network_too_large_to_run_is_warned_of(monkeypatch):
         check(noticed)
 
 
+def test_activations_too_large_to_compute_here_are_warned_of(monkeypatch):
+    def wide(p, b, keys):
+        return (centred(b["x"])[:, :, None] * jnp.ones((1, 1, 1000))).mean(-1) @ p["w"]
+
+    with pytest.raises(px.errors.TaskError):
+        check(wide)
+    monkeypatch.setattr(coupling, "MOST_BYTES", 10_000)  # more than its parameters
+    with pytest.warns(UserWarning, match="cannot run it here to be sure"):
+        check(wide)
+
+
 def test_a_loop_that_does_not_end_on_random_rows():
     def endless(p, b, keys):
         x = lax.while_loop(lambda x: jnp.isfinite(x).all(), lambda x: x * 1.0, centred(b["x"]))

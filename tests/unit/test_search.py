@@ -195,6 +195,20 @@ def test_a_plan_that_fits_is_needed():
     assert little.ranked[0].memory <= 6000 < max(one.memory for one in little.refused)
 
 
+def test_attention_is_computed_in_blocks_where_it_fits_in_no_other_way():
+    task, optimizer = models.attention_task(64, 4), optax.sgd(0.1)
+    batch = {"x": jax.ShapeDtypeStruct((1, 4096, 64), "float32")}
+    pinned = {"tensor": 1, "pipeline": 1, "remat": "full"}
+    assert searched_for(task, optimizer, batch, pinned).best.stream is None
+    assert searched_for(task, optimizer, batch, pinned, "200MB").best.stream == search.STREAM
+    with pytest.raises(px.errors.PlanError, match="no plan fits in 200,000,000 bytes"):
+        searched_for(task, optimizer, batch, pinned | {"stream": None}, "200MB")
+
+
+def searched_for(task, optimizer, batch, pinned, memory=None):
+    return px.search(task, optimizer, batch, SLOW, pinned=pinned, memory=memory, count=1)
+
+
 def test_many_microbatches_are_estimated_from_few():
     """A table of all actions is not drawn up, and what is left out does not count."""
     task, batch = models.transformer_stack(), models.text(96)

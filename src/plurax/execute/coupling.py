@@ -17,6 +17,7 @@ A `jax.custom_vjp` may mix rows in its backward pass alone. Where the trace hold
 is run on a few random rows, too, and has to be a sum over them.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ ROWS = 4
 MOST_ROWS = 64
 """The largest number of rows that a device has for a function that needs all of them."""
 MOST_BYTES = 2**30
-"""The largest parameters with which a function is run."""
+"""The largest parameters with which a function is run, and the largest value that it computes."""
 MOST_ITERATIONS = 1000
 """The largest number of iterations of a `while` loop on random rows."""
 DRAWS = 2
@@ -176,10 +177,10 @@ def _mixed(closed: Any, states: int, count: int) -> dict[int, RowsRead]:
 def _is_seen(closed: Any, task: Task, rows: Rows, places: Sequence[int]) -> bool | None:
     """Whether a row of the results changes where all other rows of the batch do.
 
-    None where this cannot be seen: the parameters are large, the function does not run on one
-    device of the host, or returns no numbers.
+    None where this cannot be seen: parameters or activations are large, the function does not run
+    on one device of the host, or returns no numbers.
     """
-    if byte_count(jax.eval_shape(lambda: initial(task, jax.random.key(0)))) > MOST_BYTES:
+    if _is_large(closed, task):
         return None
     verdict: bool | None = None
     try:
@@ -194,6 +195,18 @@ def _is_seen(closed: Any, task: Task, rows: Rows, places: Sequence[int]) -> bool
     except Exception:  # it needs the devices of its plan
         return None
     return verdict
+
+
+def _is_large(closed: Any, task: Task) -> bool:
+    """Whether a function should not be run on the host: it may have been written for large devices.
+
+    Attention over 65,536 tokens computes values of 34 GB.
+    """
+    computed = (var.aval for eqn in all_equations(closed.jaxpr) for var in eqn.outvars)
+    values = [aval for aval in computed if hasattr(aval, "shape") and hasattr(aval, "dtype")]
+    largest = max((math.prod(aval.shape) * aval.dtype.itemsize for aval in values), default=0)
+    start = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
+    return max(largest, byte_count(start)) > MOST_BYTES
 
 
 def _runnable(closed: Any, task: Task) -> tuple[PyTree, Callable[..., list[Any]]]:
@@ -270,10 +283,10 @@ def _backward_mixes(loss: OfRows, task: Task, like: TrainState, batch: PyTree, m
     def gradient(params: PyTree, model_state: PyTree, rows: Rows) -> PyTree:
         return jax.grad(lambda params: jnp.sum(loss(params, model_state, rows)[0]))(params)
 
-    if byte_count(jax.eval_shape(lambda: initial(task, jax.random.key(0)))) > MOST_BYTES:
-        return False
     try:
         closed = jax.make_jaxpr(within(mesh, gradient))(like.params, like.model_state, rows)
+        if _is_large(closed, task):
+            return False
         with jax.default_device(own_devices(jax.devices("cpu"))[0]):
             start, run = _runnable(closed, task)
             for seed in range(DRAWS):

@@ -2,9 +2,17 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
+from jaxtyping import PyTree
+
+from plurax import errors
+from plurax.execute.placement import leading_dim
+from plurax.jaxpr.interpret import all_equations
+from plurax.jaxpr.key_blocks import STREAMED
 from plurax.jaxpr.stream import streamed
 from plurax.task import Layer, Stack, Task
 
@@ -24,6 +32,24 @@ def streamed_task(task: Task, block: int | None) -> Task:
         evaluate=in_blocks(task.evaluate),
         metrics=in_blocks(task.metrics),
         stack=None if task.stack is None else _stack(task.stack, in_blocks),
+    )
+
+
+def has_attention(task: Task, batch: PyTree, block: int) -> bool:
+    """Return whether the loss of a task has attention to more than `block` keys, which is streamed.
+
+    `batch`: as `jax.ShapeDtypeStruct`s.
+    """
+    rows = jax.eval_shape(lambda key: jax.random.split(key, leading_dim(batch)), jax.random.key(0))
+    made = jax.eval_shape(task.init, jax.random.key(0))
+    states = made if task.stateful else (made,)
+    mask = (jax.ShapeDtypeStruct(rows.shape, bool),) if task.coupled else ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errors.StreamWarning)
+        closed = jax.make_jaxpr(streamed(task.loss, block))(*states, batch, rows, *mask)
+    return any(
+        eqn.primitive.name == "name" and eqn.params["name"] == STREAMED
+        for eqn in all_equations(closed.jaxpr)
     )
 
 

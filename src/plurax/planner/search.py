@@ -28,7 +28,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optax
@@ -41,6 +41,7 @@ from plurax.execute.check import check_kinds
 from plurax.execute.coupling import may_pad
 from plurax.execute.placement import abstract_batch
 from plurax.execute.population import HyperFn, example_network
+from plurax.execute.streamed_task import has_attention, streamed_task
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.mesh import abstract_mesh
@@ -56,15 +57,18 @@ from plurax.planner.candidates import (
 from plurax.planner.costs import TimeCosts, least_together, state_ratios
 from plurax.planner.effort import EVALUATIONS, Effort, Step
 from plurax.planner.experts import is_expert, is_plain, machines_of_kinds
-from plurax.planner.fewest import minimal
 from plurax.planner.found import Found, Ranked
 from plurax.planner.learned import Computed, Learned
+from plurax.planner.nothing_found import nothing_agrees, nothing_fits
 from plurax.planner.populations import search_population
 from plurax.planner.sizes import Sizes
 from plurax.planner.tensor_search import TensorSearch
 from plurax.sharding.rules import Rules
 from plurax.task import Task
 from plurax.validate import bytes_of, changed_fields, check_number, check_whole
+
+STREAM = 512
+"""Keys of a block of attention, in plans for what fits in no other way."""
 
 
 def search(
@@ -122,11 +126,15 @@ def search(
     results: list[Found] = []
     refusal: errors.PlanError | None = None
     # All devices first: of equally fast plans that one is taken which needs no choice of devices.
+    effort = Effort(evaluations, seconds, started)
     for some in (machine, *machines_of_kinds(machine)):
         try:
-            results.append(_search_on(some, wanted, Effort(evaluations, seconds, started)))
+            results.append(_search_on(some, wanted, effort.again()))
         except errors.PlanError as error:
             refusal = refusal or error
+    if not results and "stream" not in fields and members is None:
+        # Attention in blocks is computed twice: only what fits in no other way has it.
+        results = _with_attention_in_blocks(machine, wanted, effort.again())
     if not results:
         assert refusal is not None
         raise refusal
@@ -138,6 +146,18 @@ def search(
         stopped=any(one.stopped for one in results),
         seconds=time.perf_counter() - started,
     )
+
+
+def _with_attention_in_blocks(machine: Machine, wanted: "_Wanted", effort: Effort) -> list[Found]:
+    """Search plans whose attention is in blocks, if the task has any."""
+    if not has_attention(wanted.task, wanted.batch, STREAM):
+        return []
+    pinned = dataclasses.replace(wanted.pinned, stream=STREAM)
+    wanted = dataclasses.replace(wanted, pinned=pinned, fields=[*wanted.fields, "stream"])
+    try:
+        return [_search_on(machine, wanted, effort)]
+    except errors.PlanError:
+        return []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,26 +187,27 @@ def _search_on(machine: Machine, wanted: _Wanted, effort: Effort) -> Found:
             effort, lambda some: _search_on(some, alone, effort.again()),
         )  # fmt: skip
         if not population.ranked:
-            raise _nothing_fits(limit, population.refused, "fewer members, ")
+            raise nothing_fits(limit, population.refused, "fewer members, ")
         return population
     remats = (pinned.remat,) if "remat" in fields else REMATS
+    whole, task = task, streamed_task(task, pinned.stream)
     model = model_of(task, optimizer, like, pinned.precision, machine, remats)
     if not task.coupled:
-        may_pad(task, model.like, like, abstract_mesh(Plan()))
+        may_pad(whole, model.like, like, abstract_mesh(Plan()))
     paths = list(tree.named_leaves(model.like.params))
     Rules(pinned.rules, {}).check_used(paths, model.names)
     every = list(candidates(model, machine, machine.devices, pinned, fields, limit))
     if not every:
-        raise _nothing_agrees(model, machine, pinned, fields)
+        raise nothing_agrees(model, machine, pinned, fields)
     ratios = state_ratios(optimizer, model.like.params)
     shardings = TensorSearch(
         task, like, lambda plan: TimeCosts(machine, plan, ratios), ratios, machine, limit,
         model.activations,
     )  # fmt: skip
-    run = _Search(task, optimizer, like, machine, model, limit, shardings, effort)
+    run = _Search(whole, optimizer, like, machine, model, limit, shardings, effort)
     run.look(every, wanted.count)
     if not run.ranked:
-        raise _nothing_fits(limit, run.refused)
+        raise nothing_fits(limit, run.refused)
     return Found(
         machine=machine,
         memory=limit,
@@ -213,62 +234,6 @@ def _of_one_member(wanted: _Wanted) -> _Wanted:
         wanted, task=task, optimizer=optimizer, members=None, pinned=pinned,
         fields=[name for name in wanted.fields if name not in own],
     )  # fmt: skip
-
-
-def _nothing_agrees(
-    model: Model, machine: Machine, pinned: Plan, fields: Sequence[str]
-) -> errors.PlanError:
-    """Return the error that names the fewest pins that no plan has, and what they may be."""
-
-    def sizes_with(kept: Sequence[str]) -> Iterator[Sizes | None]:
-        try:
-            plan = Plan(**{name: getattr(pinned, name) for name in kept})
-        except errors.PlanError:
-            yield None  # these need the others, too
-            return
-        for one in candidates(model, machine, machine.devices, plan, kept):
-            yield one.sizes
-
-    few = minimal(list(fields), lambda kept: not any(True for _ in sizes_with(kept)))
-    ways = []
-    for name in few:
-        known = [one for one in sizes_with([field for field in fields if field != name]) if one]
-        found = {getattr(one, name) for one in known} if name in Sizes._fields else set()
-        every = sorted(one for one in found if not isinstance(one, tuple))
-        ways.append(f"{name} can be {', '.join(map(str, every))}" if every else f"leave {name} out")
-    long = dict.fromkeys(("shardings", "strategies"), "...")
-    wanted = ", ".join(f"{name}={long.get(name, repr(getattr(pinned, name)))}" for name in few)
-    return errors.PlanError(
-        f"no plan agrees with Plan({wanted}): data × pipeline × tensor must be a divisor of the "
-        f"{machine.devices} devices, data one of the {model.batch_size} examples, and pipeline at "
-        f"most {model.layers}, the stages into which the model can be cut (plurax.stack, "
-        f"plurax.pipeline.stage_boundary). With the rest of what is pinned, {', or '.join(ways)}."
-    )
-
-
-def _nothing_fits(memory: float, refused: Sequence[Ranked], less: str = "") -> errors.PlanError:
-    """Return the error that names the three plans that come nearest to fitting, and what needs
-    `less`."""
-    if not refused:
-        return errors.PlanError(
-            "every plan that agrees with what is pinned has tensor > 1, and none splits a matrix "
-            "product: for this model and batch the devices would send each other for longer than "
-            "they save. Leave `tensor` out of what is pinned, or give a larger batch."
-        )
-    # Of equal reasons one.
-    unlike = {f"{one.why} {one.memory if one.why == 'memory' else ''}": one for one in refused}
-    nearest = sorted(unlike.values(), key=lambda one: (one.why != "memory", one.memory))[:3]
-    some = "".join(
-        f"\n  {one.plan.sizes_text()}: "
-        + (f"at least {one.memory:,.0f} bytes" if one.why == "memory" else one.why)
-        for one in nearest
-    )
-    if all(one.why != "memory" for one in nearest):
-        return errors.PlanError(f"no plan that agrees with what is pinned can be:{some}")
-    return errors.PlanError(
-        f"no plan fits in {memory:,.0f} bytes per device. The nearest:{some}\nMore devices, {less}"
-        "a smaller batch or bfloat16 need less."
-    )
 
 
 def _pinned_fields(pinned: Plan | Mapping[str, Any]) -> list[str]:
