@@ -35,7 +35,7 @@ from plurax.execute.initial_state import initial
 from plurax.execute.mask import reads_mask
 from plurax.execute.program_cache import cached_program, shapes_key
 from plurax.execute.rows import Rows, abstract_rows
-from plurax.jaxpr.compat import is_call_or_remat, open_jaxpr
+from plurax.jaxpr.compat import inner_jaxprs, is_call_or_remat, open_jaxpr
 from plurax.jaxpr.interpret import all_equations, interpret, source_line
 from plurax.jaxpr.row_dependence import RowsRead, row_dependence
 from plurax.jaxpr.row_rules import DOES
@@ -51,7 +51,7 @@ ROWS = 4
 MOST_ROWS = 64
 """The largest number of rows that a device has for a function that needs all of them."""
 MOST_BYTES = 2**30
-"""The largest parameters with which a function is run, and the largest value that it computes."""
+"""The largest parameters with which a function is run; it computes at most eight times as much."""
 MOST_ITERATIONS = 1000
 """The largest number of iterations of a `while` loop on random rows."""
 DRAWS = 2
@@ -202,11 +202,20 @@ def _is_large(closed: Any, task: Task) -> bool:
 
     Attention over 65,536 tokens computes values of 34 GB.
     """
-    computed = (var.aval for eqn in all_equations(closed.jaxpr) for var in eqn.outvars)
-    values = [aval for aval in computed if hasattr(aval, "shape") and hasattr(aval, "dtype")]
-    largest = max((math.prod(aval.shape) * aval.dtype.itemsize for aval in values), default=0)
     start = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
-    return max(largest, byte_count(start)) > MOST_BYTES
+    return max(_computed_bytes(closed.jaxpr) // 8, byte_count(start)) > MOST_BYTES
+
+
+def _computed_bytes(jaxpr: Any) -> int:
+    """Return the bytes of all that a function computes, in each iteration of its loops."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        inside = sum(map(_computed_bytes, inner_jaxprs(eqn)))
+        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        avals = [var.aval for var in eqn.outvars if hasattr(var.aval, "shape")]
+        own = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+        total += inside * trips if inside else own
+    return total
 
 
 def _runnable(closed: Any, task: Task) -> tuple[PyTree, Callable[..., list[Any]]]:
