@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 from jaxtyping import Array
 
@@ -60,10 +61,21 @@ class KeyBlocks:
     def __call__(self, inputs: list[Any], beside: list[Any]) -> list[Array]:
         """Return the region's results, in the order of `region.results`."""
         run = jax.custom_vjp(lambda inputs, beside: self._forward(inputs, beside)[0])
-        run.defvjp(self._forward, self._backward)
+        run.defvjp(self._forward_of_primals, self._backward, symbolic_zeros=True)
         return run(inputs, beside)
 
     # --- Forward --------------------------------------------------------------------------------
+
+    def _forward_of_primals(self, inputs: list[Any], beside: list[Any]) -> tuple[list[Array], Any]:
+        """Return the results, and what the derivative reads: also which inputs have one.
+
+        A mask of floating numbers has none, and would have an array of queries by keys.
+        """
+        arrays = [x.value for x in inputs]
+        # Of no leaves, since they are no arrays.
+        perturbed = [() if x.perturbed else None for x in inputs]
+        results, kept = self._forward(arrays, [x.value for x in beside])
+        return results, (perturbed, *kept)
 
     def _forward(self, inputs: list[Any], beside: list[Any]) -> tuple[list[Array], Any]:
         """Return the results, and what the derivative reads."""
@@ -295,7 +307,11 @@ class KeyBlocks:
 
     def _backward(self, kept: Any, cotangents: list[Array]) -> tuple[list[Any], list[Any]]:
         """Return the cotangents of the inputs and of what statistics read besides."""
-        inputs, beside, shift, sums = kept
+        perturbed, inputs, beside, shift, sums = kept
+        cotangents = [
+            jnp.zeros(ct.shape, ct.dtype) if isinstance(ct, SymbolicZero) else ct
+            for ct in cotangents
+        ]
         extreme = [eqn.primitive.name in EXTREMES for eqn, _ in self.region.reductions]
 
         def finish(some: list[Any], others: list[Any]) -> list[Array]:
@@ -305,7 +321,8 @@ class KeyBlocks:
         of_sums, of_beside = pull(cotangents)
 
         dims = [dim for _, dim in self.region.inputs]
-        whole = _floating(inputs, [dim is None for dim in dims])
+        moved = [mark is not None for mark in perturbed]
+        whole = _floating(inputs, [m and dim is None for m, dim in zip(moved, dims, strict=True)])
 
         def of_block(start: Any, size: int) -> tuple[list[Any], list[Any]]:
             """Return the cotangents of the inputs without the dim, and of blocks of the others."""
@@ -316,7 +333,8 @@ class KeyBlocks:
                 totals = self._block(arrays, start, size, lambda scores: _finite(shift))
                 return [t for t, ct in zip(totals, of_sums, strict=True) if ct is not None]
 
-            blocks = _floating(parts, [dim is not None for dim in dims])
+            chosen = [m and dim is not None for m, dim in zip(moved, dims, strict=True)]
+            blocks = _floating(parts, chosen)
             totals, pull = jax.vjp(sums_of, whole, blocks)
             given = [ct for ct in of_sums if ct is not None]
             return pull([ct.astype(t.dtype) for ct, t in zip(given, totals, strict=True)])
