@@ -38,7 +38,7 @@ from jaxtyping import Array
 
 from plurax.jaxpr.barrier import order_after, pick_dependency
 from plurax.jaxpr.equal_dims import shape_of
-from plurax.jaxpr.follow_dim import Region
+from plurax.jaxpr.follow_dim import Region, own_dims
 from plurax.jaxpr.forms import EXTREMES, Form
 from plurax.jaxpr.interpret import bind, constant, equation_context, variables
 from plurax.jaxpr.random_blocks import bits_of_block
@@ -52,14 +52,50 @@ class KeyBlocks:
     """A region as a function of its inputs, with a derivative.
 
     Arrays come in the order of `region.inputs`; what statistics read besides in that of `beside`.
+
+    Operands of products are transposed once, before the loop, to have the dims first that both
+    operands share: for keys (B, S, N, H) of N heads that is (B, N, S, H). XLA's CPU compiler would
+    transpose them for each block.
     """
 
     def __init__(self, region: Region, block: int) -> None:
         self.region, self.block, self.beside = region, block, region.beside()
         self.whole, self.rest = divmod(region.size, block)
+        # The inputs as blocks read them: the place in `region.inputs`, and the order of the dims.
+        self._operands: list[tuple[int, tuple[int, ...]]] = []
+        self._read: dict[tuple[int, int], int] = {}
+        self._numbers: dict[int, Any] = {}
+        for eqn in (*region.eqns, *(eqn for eqn, _ in region.reductions)):
+            self._order_operands(eqn)
+        self._dims = [
+            None if (dim := region.inputs[place][1]) is None else order.index(dim)
+            for place, order in self._operands
+        ]
+
+    def _order_operands(self, eqn: Any) -> None:
+        """Set in which order an equation reads the dims of inputs."""
+        product = eqn.primitive.name == "dot_general"
+        sums, batches = eqn.params["dimension_numbers"] if product else ((), ())
+        new_sums, new_batches = list(sums), list(batches)
+        for place, atom in enumerate(eqn.invars):
+            source = self.region.read.get((id(eqn), place))
+            if source is None:
+                continue
+            order = tuple(range(len(shape_of(atom))))
+            if product:
+                order = (*batches[place], *(d for d in order if d not in batches[place]))
+                new_sums[place] = tuple(map(order.index, sums[place]))
+                new_batches[place] = tuple(range(len(batches[place])))
+            operand = (self.region.inputs.index(source), order)
+            if operand not in self._operands:
+                self._operands.append(operand)
+            self._read[id(eqn), place] = self._operands.index(operand)
+        if product:
+            self._numbers[id(eqn)] = (tuple(new_sums), tuple(new_batches))
 
     def __call__(self, inputs: list[Any], beside: list[Any]) -> list[Array]:
         """Return the region's results, in the order of `region.results`."""
+        inputs = [_transposed(inputs[place], order) for place, order in self._operands]
         run = jax.custom_vjp(lambda inputs, beside: self._forward(inputs, beside)[0])
         run.defvjp(self._forward_of_primals, self._backward, symbolic_zeros=True)
         return run(inputs, beside)
@@ -112,7 +148,8 @@ class KeyBlocks:
             if eqn.primitive.name in EXTREMES:
                 sums.append(jnp.full(aval.shape, _neutral(eqn.primitive.name, aval.dtype)))
             else:
-                sums.append(jnp.zeros(aval.shape, _wide(aval.dtype)))
+                zeros = jnp.zeros(aval.shape, _wide(aval.dtype))
+                sums.append(_transposed(zeros, self._stored[id(eqn)]))
         return shift, sums
 
     def _added(self, carry: Any, inputs: Sequence[Any], start: Any, size: int) -> Any:
@@ -135,7 +172,8 @@ class KeyBlocks:
                 added.append(_combine(name, total, part))
                 continue
             if form.terms:
-                total = total * self._aligned(scale, self._shift_labels(), eqn.outvars[0])
+                own = self._aligned(scale, self._shift_labels(), eqn.outvars[0])
+                total = total * _transposed(own, self._stored[id(eqn)])
             added.append(total + part.astype(total.dtype))
         return new[0], added
 
@@ -143,7 +181,7 @@ class KeyBlocks:
         """Return the inputs of one block."""
         return [
             x if dim is None else lax.dynamic_slice_in_dim(x, start, size, dim)
-            for x, (_, dim) in zip(inputs, self.region.inputs, strict=True)
+            for x, dim in zip(inputs, self._dims, strict=True)
         ]
 
     def _block(
@@ -155,7 +193,6 @@ class KeyBlocks:
         values of which it is taken.
         """
         region = self.region
-        here = dict(zip(region.inputs, parts, strict=True))
         computed: dict[Any, Any] = {}
         maximum: list[Any] = []
 
@@ -172,8 +209,8 @@ class KeyBlocks:
                     maximum.append(shifted(computed[region.shifted]))
                 value = self._aligned(maximum[0], self._shift_labels(), atom)
                 return jnp.broadcast_to(-number * value, shape_of(atom)).astype(atom.aval.dtype)
-            if (id(eqn), place) in region.read:
-                return here[region.read[id(eqn), place]]
+            if (id(eqn), place) in self._read:
+                return parts[self._read[id(eqn), place]]
             return computed[atom]
 
         sums: dict[int, Array] = {}
@@ -184,7 +221,7 @@ class KeyBlocks:
                     out = self._resized(eqn, arrays, start, size)
                     computed[eqn.outvars[0]] = out
                 else:
-                    sums[id(eqn)] = _reduced(eqn, arrays)
+                    sums[id(eqn)] = self._reduced(eqn, arrays)
         return [sums[id(eqn)] for eqn, _ in region.reductions]
 
     @functools.cached_property
@@ -217,11 +254,48 @@ class KeyBlocks:
         if name == "random_bits":
             return bits_of_block(eqn, arrays[0], start, size, dim)
         changed: dict[str, Any] = {}
-        if name == "broadcast_in_dim":
+        if name == "dot_general":
+            changed["dimension_numbers"] = self._numbers[id(eqn)]
+        elif name == "broadcast_in_dim":
             changed["shape"] = tuple(shape)
         elif name == "reshape":
             changed["new_sizes"] = tuple(shape)
         return bind(eqn, arrays, **changed)[0]
+
+    def _reduced(self, eqn: Any, arrays: Sequence[Array]) -> Array:
+        """Apply a reduction, or a product that contracts the dim, to a block; sums are wide."""
+        wide = _wide(eqn.outvars[0].aval.dtype)
+        if eqn.primitive.name == "dot_general":
+            numbers = self._numbers[id(eqn)]
+            if self._is_swapped(eqn):
+                arrays, numbers = arrays[::-1], tuple(pair[::-1] for pair in numbers)
+            return bind(eqn, arrays, preferred_element_type=wide, dimension_numbers=numbers)[0]
+        if eqn.primitive.name == "reduce_sum":
+            return bind(eqn, [arrays[0].astype(wide)])[0]
+        return bind(eqn, arrays)[0]
+
+    def _is_swapped(self, eqn: Any) -> bool:
+        """Whether a product has values before weights, as `jnp.einsum` may write it.
+
+        Weights (B, N, T, S) by values (B, N, S, H) need no transposition of the larger array.
+        """
+        if eqn.primitive.name != "dot_general":
+            return False
+        values, weights = ((id(eqn), place) in self._read for place in (0, 1))
+        return values and not weights
+
+    @functools.cached_property
+    def _stored(self) -> dict[int, tuple[int, ...]]:
+        """Of each reduction the order in which the loop carries the dims of its result."""
+        orders = {}
+        for eqn, _ in self.region.reductions:
+            order = tuple(range(len(shape_of(eqn.outvars[0]))))
+            if self._is_swapped(eqn):
+                left, right = map(len, own_dims(eqn))
+                batch = len(order) - left - right
+                order = (*order[:batch], *order[batch + left :], *order[batch : batch + left])
+            orders[id(eqn)] = order
+        return orders
 
     def _dim(self, var: Any) -> int:
         return self.region.dims[var]
@@ -256,7 +330,7 @@ class KeyBlocks:
         for eqn in self._behind:
             if id(eqn) in order:
                 out = eqn.outvars[0]
-                total = order[id(eqn)]
+                total = _transposed(order[id(eqn)], _inverse(self._stored[id(eqn)]))
                 factor = self._factor(out, forms[id(eqn)], shift, known)
                 known[out] = (total if factor is None else total * factor).astype(out.aval.dtype)
                 continue
@@ -320,7 +394,7 @@ class KeyBlocks:
         _, pull = jax.vjp(finish, _floating(sums, [not one for one in extreme]), _floating(beside))
         of_sums, of_beside = pull(cotangents)
 
-        dims = [dim for _, dim in self.region.inputs]
+        dims = self._dims
         moved = [mark is not None for mark in perturbed]
         whole = _floating(inputs, [m and dim is None for m, dim in zip(moved, dims, strict=True)])
 
@@ -376,14 +450,13 @@ def _combine(name: str, total: Array, part: Array) -> Array:
     return both[EXTREMES[name]](total, part)
 
 
-def _reduced(eqn: Any, arrays: Sequence[Array]) -> Array:
-    """Apply a reduction, or a product that contracts the dim, to a block; sums are wide."""
-    wide = _wide(eqn.outvars[0].aval.dtype)
-    if eqn.primitive.name == "dot_general":
-        return bind(eqn, arrays, preferred_element_type=wide)[0]
-    if eqn.primitive.name == "reduce_sum":
-        return bind(eqn, [arrays[0].astype(wide)])[0]
-    return bind(eqn, arrays)[0]
+def _transposed(array: Any, order: tuple[int, ...]) -> Any:
+    return array if order == tuple(range(array.ndim)) else array.transpose(order)
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the order that undoes an order of dims."""
+    return tuple(map(order.index, range(len(order))))
 
 
 def _wide(dtype: Any) -> Any:
