@@ -180,7 +180,11 @@ def elsewhere(target: str) -> None:
         for name in VARIANTS:
             if name == "as written" and tokens > ELSEWHERE[1]:
                 continue
-            held = compiled(name, tokens, devices).memory().temporaries
+            try:
+                held = compiled(name, tokens, devices).memory().temporaries
+            except px.errors.OutOfMemoryError:
+                print(f"{target:8} {tokens:7,} tokens, {name:10} does not fit", flush=True)
+                continue
             print(f"{target:8} {tokens:7,} tokens, {name:10} {held / 2**20:9,.0f} MiB, "
                   f"{held / tokens / 1024:7,.0f} KiB a token", flush=True)  # fmt: skip
 

@@ -259,8 +259,8 @@ def held(fun, args):
     return [shape for shape in large if {T, S} <= set(shape) and shape not in parameters]
 
 
-@pytest.mark.parametrize("block", [4, 5])
 @pytest.mark.parametrize("attention", VARIANTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("block", [4, 5])
 def test_values_and_gradients_are_the_same(attention, block):
     args = inputs()
     fun, args = value_and_grad(attention, args)

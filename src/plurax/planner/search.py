@@ -133,7 +133,7 @@ def search(
         except errors.PlanError as error:
             refusal = refusal or error
     if not results and "stream" not in fields and members is None:
-        # Attention in blocks is computed twice: only what fits in no other way has it.
+        # To look at both for every model would take twice the evaluations.
         results = _with_attention_in_blocks(machine, wanted, effort.again())
     if not results:
         assert refusal is not None
