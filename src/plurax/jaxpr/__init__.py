@@ -1,1 +1,1 @@
-"""What depends on JAX's jaxprs: names, the interpreter, remat, barriers, batch-minor."""
+"""What depends on JAX's jaxprs: names, the interpreter, remat, barriers, batch-minor, attention."""

@@ -32,7 +32,6 @@ from plurax.jaxpr.interpret import (
     dependent,
     equation_context,
     flat_equations,
-    holds,
     interpret,
     needed,
     source_line,
@@ -114,13 +113,8 @@ def _unchanged(
 
 
 def _is_opened(eqn: Any) -> bool:
-    """Whether a call is evaluated in place: one without a derivative of its own, or a softmax."""
-    if eqn.primitive.name in PLAIN_CALLS:
-        return True
-    if eqn.primitive.name != "custom_jvp_call":
-        return False
-    body = called_jaxpr(eqn)[0]
-    return holds(body, "exp") and holds(body, "reduce_sum")
+    """Whether a call is evaluated in place: it has no derivative of its own."""
+    return eqn.primitive.name in PLAIN_CALLS
 
 
 def _apply(eqn: Any, inputs: list[Any], of_rows: set[Any], block: int) -> Sequence[Any]:
