@@ -59,6 +59,8 @@ FURTHER = (
     "tests/hlo/test_stages_hlo.py::test_stages_exchange_only_permutes_of_boundaries[gpipe]",
     "tests/hlo/test_stages_hlo.py::test_stages_exchange_only_permutes_of_boundaries[interleaved]",
     "tests/hlo/test_stages_hlo.py::test_stages_exchange_only_permutes_of_boundaries[zb-h1]",
+    "tests/hlo/test_tokens.py::test_the_update_is_that_of_one_device[exchanged, with zero 1]",
+    "tests/hlo/test_tokens.py::test_the_update_is_that_of_one_device[with microbatches",
     "tests/parity/test_coupled.py::test_a_mask_that_is_not_read_has_no_filled_rows[normed-zero 3]",
     "tests/parity/test_coupled.py::test_every_parallelism[experts-tensor]",
     "tests/parity/test_coupled.py::test_every_parallelism[normed-everything]",
