@@ -94,37 +94,57 @@ class KeyBlocks:
             self._numbers[id(eqn)] = (tuple(new_sums), tuple(new_batches))
 
     def __call__(self, inputs: list[Any], beside: list[Any]) -> list[Array]:
-        """Return the region's results, in the order of `region.results`."""
-        inputs = [_transposed(inputs[place], order) for place, order in self._operands]
-        run = jax.custom_vjp(lambda inputs, beside: self._forward(inputs, beside)[0])
+        """Return the region's results, in the order of `region.results`.
+
+        Keys and values become a stack of blocks here. So where their tokens are split over devices
+        they are gathered once, before the loop, and not in it.
+        """
+        arrays = [_transposed(inputs[place], order) for place, order in self._operands]
+        pairs = list(zip(arrays, self._dims, strict=True))
+        end = self.whole * self.block
+        constant = [x if dim is None else None for x, dim in pairs]
+        stacked = [None if dim is None else _stacked(x, dim, self.block) for x, dim in pairs]
+        ends = [
+            None if dim is None or not self.rest else lax.slice_in_dim(x, end, None, axis=dim)
+            for x, dim in pairs
+        ]
+        run = jax.custom_vjp(lambda *args: self._forward(*args)[0])
         run.defvjp(self._forward_of_primals, self._backward, symbolic_zeros=True)
-        return run(inputs, beside)
+        return run(constant, stacked, ends, beside)
 
     # --- Forward --------------------------------------------------------------------------------
 
-    def _forward_of_primals(self, inputs: list[Any], beside: list[Any]) -> tuple[list[Array], Any]:
+    def _forward_of_primals(self, *primals: list[Any]) -> tuple[list[Array], Any]:
         """Return the results, and what the derivative reads: also which inputs have one.
 
         A mask of floating numbers has none, and would have an array of queries by keys.
         """
-        arrays = [x.value for x in inputs]
         # Of no leaves, since they are no arrays.
-        perturbed = [() if x.perturbed else None for x in inputs]
-        results, kept = self._forward(arrays, [x.value for x in beside])
+        perturbed = [
+            [() if x is not None and x.perturbed else None for x in one] for one in primals
+        ]
+        args = [[None if x is None else x.value for x in one] for one in primals]
+        results, kept = self._forward(*args)
         return results, (perturbed, *kept)
 
-    def _forward(self, inputs: list[Any], beside: list[Any]) -> tuple[list[Array], Any]:
-        """Return the results, and what the derivative reads."""
-        carry = self._empty()
+    def _forward(
+        self, constant: list[Any], stacked: list[Any], ends: list[Any], beside: list[Any]
+    ) -> tuple[list[Array], Any]:
+        """Return the results, and what the derivative reads.
 
-        def iteration(carry: Any, start: Array) -> tuple[Any, None]:
-            return self._added(carry, inputs, start, self.block), None
+        **Arguments:** the inputs without the dim, the blocks of the others, and what is left of
+        these; each with None in the places of the others.
+        """
 
-        carry, _ = lax.scan(iteration, carry, self._starts(inputs))
+        def iteration(carry: Any, block: Any) -> tuple[Any, None]:
+            start, rows = block
+            return self._added(carry, _with(constant, rows), start, self.block), None
+
+        carry, _ = lax.scan(iteration, self._empty(), (self._starts(constant + stacked), stacked))
         if self.rest:
-            carry = self._added(carry, inputs, self.whole * self.block, self.rest)
+            carry = self._added(carry, _with(constant, ends), self.whole * self.block, self.rest)
         shift, sums = jax.tree.map(lambda x: checkpoint_name(x, STREAMED), carry)
-        return self._finish(sums, shift, beside), (inputs, beside, shift, sums)
+        return self._finish(sums, shift, beside), (constant, stacked, ends, beside, shift, sums)
 
     def _starts(self, arrays: Sequence[Any]) -> Array:
         """Return the first key of each whole block.
@@ -133,7 +153,7 @@ class KeyBlocks:
         follows from the starts alone, a causal mask, would be an array of queries by keys.
         """
         starts = self.block * jnp.arange(self.whole, dtype=jnp.int32)
-        return order_after([starts], pick_dependency(arrays))[0]
+        return order_after([starts], pick_dependency([x for x in arrays if x is not None]))[0]
 
     def _empty(self) -> tuple[Any, list[Array]]:
         """Return the maximum and the sums of no key."""
@@ -152,7 +172,7 @@ class KeyBlocks:
                 sums.append(_transposed(zeros, self._stored[id(eqn)]))
         return shift, sums
 
-    def _added(self, carry: Any, inputs: Sequence[Any], start: Any, size: int) -> Any:
+    def _added(self, carry: Any, parts: Sequence[Any], start: Any, size: int) -> Any:
         """Return the maximum and the sums with those of one more block."""
         old, sums = carry
         new: list[Any] = [old]
@@ -161,12 +181,12 @@ class KeyBlocks:
             new[0] = jnp.maximum(old, scores.max(self._dim(self.region.shifted)).astype(old.dtype))
             return _finite(new[0])
 
-        parts = self._block(self._sliced(inputs, start, size), start, size, shifted)
+        of_block = self._block(parts, start, size, shifted)
         scale: Any = None
         if old is not None:
             scale = jnp.where(old == new[0], 1, jnp.exp(old - _finite(new[0])))
         added = []
-        for (eqn, form), total, part in zip(self.region.reductions, sums, parts, strict=True):
+        for (eqn, form), total, part in zip(self.region.reductions, sums, of_block, strict=True):
             name = eqn.primitive.name
             if name in EXTREMES:
                 added.append(_combine(name, total, part))
@@ -176,13 +196,6 @@ class KeyBlocks:
                 total = total * _transposed(own, self._stored[id(eqn)])
             added.append(total + part.astype(total.dtype))
         return new[0], added
-
-    def _sliced(self, inputs: Sequence[Any], start: Any, size: int) -> list[Any]:
-        """Return the inputs of one block."""
-        return [
-            x if dim is None else lax.dynamic_slice_in_dim(x, start, size, dim)
-            for x, dim in zip(inputs, self._dims, strict=True)
-        ]
 
     def _block(
         self, parts: Sequence[Any], start: Any, size: int, shifted: Callable[[Array], Array]
@@ -379,55 +392,49 @@ class KeyBlocks:
 
     # --- Backward -------------------------------------------------------------------------------
 
-    def _backward(self, kept: Any, cotangents: list[Array]) -> tuple[list[Any], list[Any]]:
-        """Return the cotangents of the inputs and of what statistics read besides."""
-        perturbed, inputs, beside, shift, sums = kept
+    def _backward(self, kept: Any, cotangents: list[Array]) -> tuple[list[Any], ...]:
+        """Return the cotangents of what `_forward` takes."""
+        perturbed, constant, stacked, ends, beside, shift, sums = kept
         cotangents = [
             jnp.zeros(ct.shape, ct.dtype) if isinstance(ct, SymbolicZero) else ct
             for ct in cotangents
         ]
-        extreme = [eqn.primitive.name in EXTREMES for eqn, _ in self.region.reductions]
+        summed = [eqn.primitive.name not in EXTREMES for eqn, _ in self.region.reductions]
 
         def finish(some: list[Any], others: list[Any]) -> list[Array]:
             return self._finish(_with(sums, some), shift, _with(beside, others))
 
-        _, pull = jax.vjp(finish, _floating(sums, [not one for one in extreme]), _floating(beside))
+        _, pull = jax.vjp(finish, _floating(sums, summed), _floating(beside, perturbed[3]))
         of_sums, of_beside = pull(cotangents)
+        moved = _floating(constant, perturbed[0])
 
-        dims = self._dims
-        moved = [mark is not None for mark in perturbed]
-        whole = _floating(inputs, [m and dim is None for m, dim in zip(moved, dims, strict=True)])
+        def of_block(start: Any, size: int, rows: list[Any], marks: list[Any]) -> Any:
+            """Return the cotangents of the inputs without the dim, and of the block's rows."""
 
-        def of_block(start: Any, size: int) -> tuple[list[Any], list[Any]]:
-            """Return the cotangents of the inputs without the dim, and of blocks of the others."""
-            parts = self._sliced(inputs, start, size)
-
-            def sums_of(whole: list[Any], blocks: list[Any]) -> list[Any]:
-                arrays = _with(_with(parts, whole), blocks)
-                totals = self._block(arrays, start, size, lambda scores: _finite(shift))
+            def sums_of(some: list[Any], others: list[Any]) -> list[Any]:
+                parts = _with(_with(constant, some), _with(rows, others))
+                totals = self._block(parts, start, size, lambda scores: _finite(shift))
                 return [t for t, ct in zip(totals, of_sums, strict=True) if ct is not None]
 
-            chosen = [m and dim is not None for m, dim in zip(moved, dims, strict=True)]
-            blocks = _floating(parts, chosen)
-            totals, pull = jax.vjp(sums_of, whole, blocks)
+            totals, pull = jax.vjp(sums_of, moved, _floating(rows, marks))
             given = [ct for ct in of_sums if ct is not None]
             return pull([ct.astype(t.dtype) for ct, t in zip(given, totals, strict=True)])
 
-        def iteration(carry: list[Any], start: Array) -> tuple[list[Any], list[Any]]:
-            more, blocks = of_block(start, self.block)
-            return _plus(carry, more), blocks
+        def iteration(carry: list[Any], block: Any) -> tuple[list[Any], list[Any]]:
+            more, rows = of_block(block[0], self.block, block[1], perturbed[1])
+            return _plus(carry, more), rows
 
-        totals = [None if x is None else jnp.zeros(x.shape, _wide(x.dtype)) for x in whole]
-        totals, stacked = lax.scan(iteration, totals, self._starts(cotangents))
-        last: list[Any] = [None] * len(dims)
+        totals = [None if x is None else jnp.zeros(x.shape, _wide(x.dtype)) for x in moved]
+        totals, of_stacked = lax.scan(iteration, totals, (self._starts(cotangents), stacked))
+        of_ends: list[Any] = [None] * len(ends)
         if self.rest:
-            more, last = of_block(self.whole * self.block, self.rest)
+            more, of_ends = of_block(self.whole * self.block, self.rest, ends, perturbed[2])
             totals = _plus(totals, more)
-        out = [
-            _joined(rows, end, dim) if dim is not None else _cast(total, x)
-            for x, dim, total, rows, end in zip(inputs, dims, totals, stacked, last, strict=True)
+        of_constant = [
+            None if total is None else total.astype(x.dtype)
+            for total, x in zip(totals, constant, strict=True)
         ]
-        return out, of_beside
+        return of_constant, of_stacked, of_ends, of_beside
 
 
 # --- Arrays ---------------------------------------------------------------------------------------
@@ -469,12 +476,11 @@ def _finite(shift: Array) -> Array:
     return jnp.where(shift == -jnp.inf, 0, shift)
 
 
-def _floating(arrays: Sequence[Any], chosen: Sequence[bool] | None = None) -> list[Any]:
-    """Return the arrays that have a derivative, and None for the others, or not `chosen` ones."""
-    chosen = chosen if chosen is not None else [True] * len(arrays)
+def _floating(arrays: Sequence[Any], chosen: Sequence[Any]) -> list[Any]:
+    """Return the arrays that have a derivative, and None for others and those not `chosen`."""
     return [
-        x if one and jnp.issubdtype(x.dtype, jnp.inexact) else None
-        for x, one in zip(arrays, chosen, strict=True)
+        x if mark not in (None, False) and jnp.issubdtype(x.dtype, jnp.inexact) else None
+        for x, mark in zip(arrays, chosen, strict=True)
     ]
 
 
@@ -488,15 +494,10 @@ def _plus(totals: Sequence[Any], more: Sequence[Any]) -> list[Any]:
     return [None if x is None else x + y.astype(x.dtype) for x, y in zip(totals, more, strict=True)]
 
 
-def _cast(total: Any, like: Any) -> Any:
-    return None if total is None else total.astype(like.dtype)
-
-
-def _joined(rows: Any, end: Any, dim: int) -> Any:
-    """Return blocks `(n, ..., size, ...)` joined along their dim, and a smaller one at the end."""
-    if rows is None:
-        return None
-    shape = list(rows.shape[1:])
-    shape[dim] *= rows.shape[0]
-    whole = jnp.moveaxis(rows, 0, dim).reshape(shape)
-    return whole if end is None else jnp.concatenate([whole, end], dim)
+def _stacked(array: Array, dim: int, block: int) -> Array:
+    """Return the whole blocks along a dim as `(n, ..., block, ...)`."""
+    count = array.shape[dim] // block
+    if count * block < array.shape[dim]:
+        array = lax.slice_in_dim(array, 0, count * block, axis=dim)
+    shape = (*array.shape[:dim], count, block, *array.shape[dim + 1 :])
+    return jnp.moveaxis(array.reshape(shape), dim, 0)
