@@ -11,7 +11,6 @@ function is searched for such products, also in loops over layers, and evaluated
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +37,7 @@ from plurax.jaxpr.interpret import (
     variables,
 )
 from plurax.jaxpr.key_blocks import KeyBlocks
+from plurax.user_frames import warn
 
 
 def streamed(fun: Callable[..., PyTree], block: int | None) -> Callable[..., PyTree]:
@@ -192,13 +192,12 @@ def _regions(
 
 def _warn(eqn: Any, refused: NotFollowedError) -> None:
     shape = "×".join(map(str, shape_of(eqn.outvars[0])))
-    warnings.warn(
+    warn(
         f"Plan(stream=...): the product of shape {shape} at {source_line([eqn]) or 'unknown'} is "
         f"computed whole, because {refused.eqn.primitive.name} at "
         f"{source_line([refused.eqn]) or 'unknown'} cannot be computed in blocks: "
         f"{refused.reason}.",
         errors.StreamWarning,
-        stacklevel=2,
     )
 
 
