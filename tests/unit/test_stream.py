@@ -6,8 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.promotion import promotion
 
 from plurax.errors import StreamWarning
+from plurax.jaxpr import random_blocks
 from plurax.jaxpr.equal_dims import shape_of
 from plurax.jaxpr.interpret import all_equations
 from plurax.jaxpr.stream import streamed
@@ -290,6 +294,83 @@ def test_attention_of_a_library():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), whole, blocks)
     assert held(loss(library), args)
     assert not held(loss(streamed(library, 4)), args)
+
+
+def linen_layer():
+    nn = pytest.importorskip("flax.linen")
+    layer = nn.MultiHeadDotProductAttention(4, dtype=float, param_dtype=float)
+    mask = nn.make_causal_mask(jnp.ones((B, S)))
+    x = inputs()[2].reshape(B, S, -1)[..., :16]
+    return layer.init(jax.random.key(1), x, x), lambda p, x: layer.apply(p, x, x, mask=mask), x
+
+
+def equinox_layer():
+    eqx = pytest.importorskip("equinox")
+    layer = eqx.nn.MultiheadAttention(4, 16, key=jax.random.key(1), dtype=float)
+    params, rest = eqx.partition(layer, eqx.is_inexact_array)
+    seen = jnp.tril(jnp.ones((S, S), bool))
+
+    def apply(p, x):
+        return jax.vmap(lambda x: eqx.combine(p, rest)(x, x, x, mask=seen))(x)
+
+    return params, apply, inputs()[2].reshape(B, S, -1)[..., :16]
+
+
+def haiku_layer():
+    hk = pytest.importorskip("haiku")
+
+    def apply(x):
+        layer = hk.MultiHeadAttention(4, 4, w_init=hk.initializers.RandomNormal(), model_size=16)
+        return layer(x, x, x, mask=jnp.tril(jnp.ones((1, 1, S, S), bool)))
+
+    layer, x = hk.transform(apply), inputs()[2].reshape(B, S, -1)[..., :16]
+    return layer.init(jax.random.key(1), x), lambda p, x: layer.apply(p, None, x), x
+
+
+@pytest.mark.parametrize("make", [linen_layer, equinox_layer, haiku_layer])
+def test_layers_of_libraries(make):
+    params, apply, x = make()
+
+    def of(fun):
+        return jax.grad(lambda p, x: jnp.sin(fun(p, x)).sum(), argnums=(0, 1))
+
+    with promotion():
+        whole, blocks = of(apply)(params, x), of(streamed(apply, 4))(params, x)
+        closed = jax.make_jaxpr(of(streamed(apply, 4)))(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, **TOLERANCE), whole, blocks)
+    shapes = [shape_of(v) for eqn in all_equations(closed.jaxpr) for v in eqn.outvars]
+    assert not [shape for shape in shapes if shape.count(S) > 1]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
+@pytest.mark.parametrize("count", [None, 3])
+def test_bits_of_a_block_are_those_of_the_whole(dtype, count):
+    def draw(key):
+        return jax.random.bits(key, (3, 5, 7), dtype)
+
+    key = jax.random.key(3)
+    keys, fun = (key, draw) if count is None else (jax.random.split(key, count), jax.vmap(draw))
+    jaxpr = jax.make_jaxpr(fun)(keys).jaxpr
+    (eqn,) = [one for one in all_equations(jaxpr) if one.primitive.name == "random_bits"]
+    assert random_blocks.draws_apart(eqn)
+    whole = np.asarray(fun(keys))
+    for dim in range(keys.ndim, whole.ndim):
+        block = random_blocks.bits_of_block(eqn, keys, 1, 2, dim)
+        np.testing.assert_array_equal(block, whole.take([1, 2], dim))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**63 - 1))
+def test_indices_beyond_32_bits_are_exact(place, stride):
+    """Of 131,072 queries by as many keys the last index has 34 bits."""
+    high, low = random_blocks._product(jnp.asarray([place], jnp.uint32), stride)
+    assert int(high[0]) << 32 | int(low[0]) == place * stride % 2**64
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+def test_sums_of_indices_carry(a, b):
+    halves = [(jnp.uint32(n >> 32), jnp.uint32(n & 0xFFFFFFFF)) for n in (a, b)]
+    high, low = random_blocks._sum(*halves)
+    assert int(high) << 32 | int(low) == (a + b) % 2**64
 
 
 @pytest.mark.parametrize("mask", [-jnp.inf, -1e30])

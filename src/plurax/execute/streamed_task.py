@@ -10,7 +10,9 @@ import jax
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.execute.placement import leading_dim
+from plurax.execute.gradient import gradient
+from plurax.execute.initial_state import initial
+from plurax.execute.rows import abstract_rows
 from plurax.jaxpr.interpret import all_equations
 from plurax.jaxpr.key_blocks import STREAMED
 from plurax.jaxpr.stream import streamed
@@ -40,13 +42,11 @@ def has_attention(task: Task, batch: PyTree, block: int) -> bool:
 
     `batch`: as `jax.ShapeDtypeStruct`s.
     """
-    rows = jax.eval_shape(lambda key: jax.random.split(key, leading_dim(batch)), jax.random.key(0))
-    made = jax.eval_shape(task.init, jax.random.key(0))
-    states = made if task.stateful else (made,)
-    mask = (jax.ShapeDtypeStruct(rows.shape, bool),) if task.coupled else ()
+    states = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", errors.StreamWarning)
-        closed = jax.make_jaxpr(streamed(task.loss, block))(*states, batch, rows, *mask)
+        fun = gradient(streamed_task(task, block), "float32")
+        closed = jax.make_jaxpr(fun)(*states, abstract_rows(batch))
     return any(
         eqn.primitive.name == "name" and eqn.params["name"] == STREAMED
         for eqn in all_equations(closed.jaxpr)

@@ -42,7 +42,7 @@ class Region:
 
     **Fields:**
 
-    - `eqns`: on a block of the dim, in order.
+    - `eqns`: on a block of the dim, in the order of the function.
     - `dims`: of each variable that they compute, the place of the dim.
     - `inputs`: what they read besides, each a variable and the place of the dim in it, or None.
     - `read`: by the `id` of an equation and the place of an operand, `(variable, dim)` of an input.
@@ -50,8 +50,9 @@ class Region:
       the maximum itself by its sign; 0 or 1.
     - `shifted`: the variable of which the running maximum is taken; None where nothing is shifted.
     - `reductions`: the equations at the dim's end, with the form of what they reduce.
-    - `after`: the equations that compute statistics from their results, as far as factors need
-      them, and the `absorbed` ones, up to what no longer depends on the maximum.
+    - `absorbed`: the equations behind them, up to what no longer depends on the maximum.
+    - `behind`: reductions, absorbed equations, and those of statistics that factors need, in the
+      order of the function; with the form of a reduction, else None.
     - `results`: the statistics that the rest reads.
     - `labels`: of each variable with the dim, and of each statistic, a number for each dim: equal
       numbers are one index.
@@ -65,8 +66,8 @@ class Region:
     stand_ins: dict[tuple[int, int], tuple[str, int]]
     shifted: Any
     reductions: list[tuple[Any, Form]]
-    after: list[Any]
     absorbed: list[Any]
+    behind: list[tuple[Any, Form | None]]
     results: list[Any]
     labels: dict[Any, tuple[int, ...]]
     size: int
@@ -77,10 +78,10 @@ class Region:
         return {id(eqn) for eqn in (*self.eqns, *reductions, *self.absorbed)}
 
     def beside(self) -> list[Any]:
-        """Return the variables that `after` reads and the region does not compute."""
-        inner = {eqn.outvars[0] for eqn, _ in self.reductions}
-        inner.update(var for eqn in self.after for var in eqn.outvars)
-        read = [atom for eqn in self.after for atom in variables(eqn.invars)]
+        """Return the variables that statistics read and the region does not compute."""
+        inner = {var for eqn, _ in self.behind for var in eqn.outvars}
+        after = [eqn for eqn, form in self.behind if form is None]
+        read = [atom for eqn in after for atom in variables(eqn.invars)]
         return list(dict.fromkeys(atom for atom in read if atom not in inner))
 
     def reads(self) -> list[Any]:
@@ -352,7 +353,8 @@ class _DimWalk:
         absorbed = self._absorbed(used)
         shared = needed(self._later, symbols, set(reduced))
         chosen = {id(eqn) for eqn in (*absorbed, *shared)}
-        after = [eqn for eqn in self._later if id(eqn) in chosen]
+        after: list[tuple[Any, Form | None]] = [(e, None) for e in self._later if id(e) in chosen]
+        behind = sorted([*self._reductions, *after], key=lambda step: order[id(step[0])])
         kept = {id(eqn) for eqn in absorbed}
         read = {a for eqn in used if id(eqn) not in kept for a in variables(eqn.invars)}
         read.update(variables(self._results))
@@ -362,7 +364,7 @@ class _DimWalk:
         inputs = [*dict.fromkeys(self._read.values())]
         return Region(
             inside, self._dims, inputs, self._read, self._known.stand_ins, self._known.shifted,
-            self._reductions, after, absorbed, results, labels, self._size,
+            self._reductions, absorbed, behind, results, labels, self._size,
         )  # fmt: skip
 
     def _check_factors(self, labels: Mapping[Any, tuple[int, ...]]) -> None:

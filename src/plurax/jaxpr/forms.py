@@ -193,9 +193,7 @@ class Forms:
     def _product(self, eqn: Any) -> Form:
         """Return the form of a product's result."""
         forms = [None if isinstance(a, Literal) else self.forms.get(a) for a in eqn.invars]
-        if any(self.is_other(a) or a in self.forms for a in eqn.invars) and all(
-            self.is_other(a) or a in self.forms for a in eqn.invars
-        ):
+        if all(self.is_other(a) or a in self.forms for a in eqn.invars):
             special = [form for form in forms if form is not None and form != FREE]
             if not special:
                 return FREE

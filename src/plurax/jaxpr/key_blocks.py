@@ -40,7 +40,7 @@ from plurax.jaxpr.barrier import order_after, pick_dependency
 from plurax.jaxpr.equal_dims import shape_of
 from plurax.jaxpr.follow_dim import Region, own_dims
 from plurax.jaxpr.forms import EXTREMES, Form
-from plurax.jaxpr.interpret import bind, constant, equation_context, variables
+from plurax.jaxpr.interpret import bind, constant, equation_context
 from plurax.jaxpr.random_blocks import bits_of_block
 from plurax.tree import sum_dtype
 
@@ -227,7 +227,7 @@ class KeyBlocks:
             return computed[atom]
 
         sums: dict[int, Array] = {}
-        for eqn in self._ordered:
+        for eqn in (*region.eqns, *(eqn for eqn, _ in region.reductions)):
             arrays = [operand(eqn, place) for place in range(len(eqn.invars))]
             with equation_context(eqn):
                 if eqn.outvars[0] in region.dims:
@@ -236,23 +236,6 @@ class KeyBlocks:
                 else:
                     sums[id(eqn)] = self._reduced(eqn, arrays)
         return [sums[id(eqn)] for eqn, _ in region.reductions]
-
-    @functools.cached_property
-    def _ordered(self) -> list[Any]:
-        """The equations of a block, in an order in which each finds its operands."""
-        left = [*self.region.eqns, *(eqn for eqn, _ in self.region.reductions)]
-        written = {eqn.outvars[0] for eqn in self.region.eqns}
-        done: set[Any] = set()
-        ordered = []
-        while left:
-            ready = [eqn for eqn in left if done.issuperset(written.intersection(
-                atom for place, atom in enumerate(eqn.invars)
-                if not isinstance(atom, Literal) and (id(eqn), place) not in self.region.read
-            ))]  # fmt: skip
-            ordered += ready
-            done.update(eqn.outvars[0] for eqn in ready)
-            left = [eqn for eqn in left if eqn not in ready]
-        return ordered
 
     def _resized(self, eqn: Any, arrays: Sequence[Any], start: Any, size: int) -> Array:
         """Apply an equation to a block of `size` keys."""
@@ -338,40 +321,18 @@ class KeyBlocks:
         """Return the results from the sums: each by its factor, and what follows from them."""
         region = self.region
         known = dict(zip(self.beside, beside, strict=True))
-        order = {id(eqn): total for (eqn, _), total in zip(region.reductions, sums, strict=True)}
-        forms = {id(eqn): form for eqn, form in region.reductions}
-        for eqn in self._behind:
-            if id(eqn) in order:
-                out = eqn.outvars[0]
-                total = _transposed(order[id(eqn)], _inverse(self._stored[id(eqn)]))
-                factor = self._factor(out, forms[id(eqn)], shift, known)
+        totals = {id(eqn): total for (eqn, _), total in zip(region.reductions, sums, strict=True)}
+        for eqn, form in region.behind:
+            if form is not None:
+                (out,) = eqn.outvars
+                total = _transposed(totals[id(eqn)], _inverse(self._stored[id(eqn)]))
+                factor = self._factor(out, form, shift, known)
                 known[out] = (total if factor is None else total * factor).astype(out.aval.dtype)
                 continue
             inputs = [constant(a) if isinstance(a, Literal) else known[a] for a in eqn.invars]
             with equation_context(eqn):
                 known.update(zip(eqn.outvars, bind(eqn, inputs), strict=True))
         return [known[var] for var in region.results]
-
-    @functools.cached_property
-    def _behind(self) -> list[Any]:
-        """Reductions and statistics in an order in which each finds its operands."""
-        region = self.region
-        left = [*region.reductions, *((eqn, None) for eqn in region.after)]
-        written = {var for eqn, _ in left for var in eqn.outvars}
-        done: set[Any] = set()
-        ordered: list[Any] = []
-        while left:
-            ready = []
-            for eqn, form in left:
-                reads = variables(eqn.invars)
-                if form is not None:
-                    reads = [var for var, _ in (*form.terms, *form.factors)]
-                if done.issuperset(written.intersection(reads)):
-                    ready.append((eqn, form))
-            ordered += [eqn for eqn, _ in ready]
-            done.update(var for eqn, _ in ready for var in eqn.outvars)
-            left = [step for step in left if step not in ready]
-        return ordered
 
     def _factor(self, out: Any, form: Form, shift: Any, known: Mapping[Any, Any]) -> Array | None:
         """Return what a sum of weights is multiplied with, of size 1 along other dims."""

@@ -78,8 +78,10 @@ def _evaluate(
     flat = flat_equations(jaxpr.eqns, jaxpr.outvars, inline=_is_opened)
     reached = dependent(flat.eqns, of_rows)
     regions = _regions(flat.eqns, flat.results, reached, block)
-    if not regions:
-        return _unchanged(jaxpr, consts, args, of_rows, block)
+    if not regions:  # as it is, but for what loops and calls hold
+        reached = dependent(jaxpr.eqns, of_rows)
+        apply = functools.partial(_apply, of_rows=reached, block=block)
+        return interpret(jaxpr, consts, args, default=apply)
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     values.update(flat.constants)
 
@@ -98,18 +100,6 @@ def _evaluate(
             outputs = _apply(step, inputs, reached, block)
         values.update(zip(step.outvars, outputs, strict=True))
     return [read(atom) for atom in flat.results]
-
-
-def _unchanged(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], of_rows: set[Any], block: int
-) -> list[Any]:
-    """Evaluate a jaxpr as it is, but for what loops and calls hold."""
-
-    def apply(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
-        return _apply(eqn, inputs, reached, block)
-
-    reached = dependent(jaxpr.eqns, of_rows)
-    return interpret(jaxpr, consts, args, default=apply)
 
 
 def _is_opened(eqn: Any) -> bool:
@@ -142,14 +132,12 @@ def _apply(eqn: Any, inputs: list[Any], of_rows: set[Any], block: int) -> Sequen
     again = functools.partial(_evaluate, jaxpr, values, of_rows=rows, block=block)
     if name in PLAIN_CALLS:
         return again(inputs)
-    return jax.checkpoint(
-        lambda *args: again(args), prevent_cse=eqn.params["prevent_cse"],
-        policy=eqn.params["policy"],
-    )(*inputs)  # fmt: skip
+    kept = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
+    return jax.checkpoint(lambda *args: again(args), **kept)(*inputs)
 
 
 def _has_products(jaxpr: Any) -> bool:
-    """Whether any product in a jaxpr has several dims in its batch."""
+    """Whether any product in a jaxpr has dims that both operands share, as attention has."""
     return any(
         eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][1][0]
         for eqn in all_equations(jaxpr)
@@ -206,8 +194,6 @@ def _in_order(eqns: Sequence[Any], results: Sequence[Any], regions: Sequence[Reg
 
     What only a region needs is left out.
     """
-    if not regions:
-        return list(eqns)
     inside = {number for region in regions for number in region.ids()}
     known = {var for region in regions for var in region.results}
     read = [*results, *(var for region in regions for var in region.reads())]

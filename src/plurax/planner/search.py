@@ -106,6 +106,9 @@ def search(
     - `seconds`: by default no limit of time. A limit stops the search earlier, once it has found a
       plan, and the result says so: what it finds then depends on the computer, too.
 
+    Attention is computed in blocks (`Plan.stream`) where no plan fits without: that is one more
+    search, on all devices.
+
     **Returns:** the ranked plans. Raises `PlanError` if no plan fits, and says what comes nearest,
     and `TaskError` for a loss that mixes examples and does not say so, as `compile`.
     """
@@ -126,15 +129,16 @@ def search(
     results: list[Found] = []
     refusal: errors.PlanError | None = None
     # All devices first: of equally fast plans that one is taken which needs no choice of devices.
-    effort = Effort(evaluations, seconds, started)
+    all_effort, in_vain = Effort(evaluations, seconds, started), 0
     for some in (machine, *machines_of_kinds(machine)):
+        effort = all_effort.again()
         try:
-            results.append(_search_on(some, wanted, effort.again()))
+            results.append(_search_on(some, wanted, effort))
         except errors.PlanError as error:
-            refusal = refusal or error
+            refusal, in_vain = refusal or error, in_vain + effort.spent
     if not results and "stream" not in fields and members is None:
         # To look at both for every model would take twice the evaluations.
-        results = _with_attention_in_blocks(machine, wanted, effort.again())
+        results = _with_attention_in_blocks(machine, wanted, all_effort.again())
     if not results:
         assert refusal is not None
         raise refusal
@@ -142,7 +146,7 @@ def search(
         min(results, key=lambda one: one.ranked[0].seconds),
         least_left=min(one.least_left for one in results),
         least_expected=min(one.least_expected for one in results),
-        evaluations=sum(one.evaluations for one in results),
+        evaluations=in_vain + sum(one.evaluations for one in results),
         stopped=any(one.stopped for one in results),
         seconds=time.perf_counter() - started,
     )
