@@ -106,11 +106,9 @@ def search(
     - `seconds`: by default no limit of time. A limit stops the search earlier, once it has found a
       plan, and the result says so: what it finds then depends on the computer, too.
 
-    Attention is computed in blocks (`Plan.stream`) where no plan fits without: that is one more
-    search, on all devices.
-
-    **Returns:** the ranked plans. Raises `PlanError` if no plan fits, and says what comes nearest,
-    and `TaskError` for a loss that mixes examples and does not say so, as `compile`.
+    **Returns:** the ranked plans; where none fits, those with attention in blocks. Raises
+    `PlanError` if these do not either, and says what comes nearest, and `TaskError` for a loss that
+    mixes examples and does not say so, as `compile`.
     """
     fields = [] if pinned is None else _pinned_fields(pinned)
     pinned = Plan(**pinned) if isinstance(pinned, Mapping) else pinned or Plan()
