@@ -141,6 +141,15 @@ def calls() -> dict[str, Call]:
             px.analysis.fastest_batch_size, **common, example=data, max_size=2, repeats=1
         ),
         "plurax.fit": call(px.fit, **fit),
+        "plurax.longest": call(
+            px.longest,
+            task=px.Task(init=init, loss=lambda params, batch, keys: batch["x"].mean(1)),
+            optimizer=optimizer,
+            batch={"x": jax.ShapeDtypeStruct((2, 8), "float32")},
+            machine=machine,
+            plan=plan,
+            memory=1000,
+        ),
         "plurax.freeze": call(
             lambda task, patterns: px.freeze(task, patterns), task=task, patterns="w"
         ),

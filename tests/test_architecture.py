@@ -107,8 +107,8 @@ DOORS = {
 PUBLIC = {
     "plurax": """
         Checkpoints Experiment Machine Members Plan Program Servers Task compile
-        estimate fit freeze initialize per_example search stack start_from sweep topology
-        verify virtual_devices adapters analysis callbacks ensemble errors metrics pipeline
+        estimate fit freeze initialize longest per_example search stack start_from sweep
+        topology verify virtual_devices adapters analysis callbacks ensemble errors metrics pipeline
         sharding train weights""",
     "plurax.adapters": "equinox haiku keras linen nnx",
     "plurax.analysis": """

@@ -20,6 +20,7 @@ from plurax.machine import Machine as Machine
 from plurax.members import Members as Members
 from plurax.mesh import virtual_devices as virtual_devices
 from plurax.plan import Plan as Plan
+from plurax.planner.longest import longest as longest
 from plurax.planner.search import search as search
 from plurax.server.servers import Servers as Servers
 from plurax.sweeps.sweep import sweep as sweep

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tests import models
 
 import plurax as px
-from plurax.analysis.batch_size import MAX_COMPILATIONS, Throughput, _flat, largest_below, resized
+from plurax.analysis.batch_size import MAX_COMPILATIONS, Throughput, _flat, largest_below
+from plurax.tree import with_rows
 
 ROWS = models.data(4)
 
@@ -37,7 +38,7 @@ def test_found_fits_and_next_does_not(task, plan):
     assert found.compilations <= MAX_COMPILATIONS
 
     def peak(size):
-        like = resized(ROWS, size)
+        like = with_rows(ROWS, size)
         return px.compile(task, optimizer, plan, like).memory().peak
 
     assert peak(found.size) == found.bytes <= budget

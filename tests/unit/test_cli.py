@@ -737,6 +737,74 @@ def test_mistakes_about_searches(workplace, capsys):
     assert (code, "--output is an option of a search" in err) == (2, True)
 
 
+SEQUENCES = """
+import jax, jax.numpy as jnp, numpy as np, optax, plurax as px
+
+def experiment(table: bool = False):
+    def loss(params, batch, keys):
+        x = jnp.tanh(batch["x"] @ params)
+        x = x + jnp.ones((1, 64, 1)) if table else x
+        return jnp.mean(jnp.cumsum(x, 1) ** 2, (1, 2))
+
+    return px.Experiment(
+        task=px.Task(init=lambda key: jax.random.normal(key, (16, 16)), loss=loss),
+        optimizer=optax.sgd(0.1),
+        data={"x": np.zeros((32, 64, 16), np.float32)},
+        batch_size=8,
+        plan=px.Plan(data=4),
+    )
+"""
+
+
+def test_the_longest_sequences_of_a_machine(workplace, capsys):
+    level = px.analysis.Level("node", 4, 1e12)
+    px.Machine("slow", {"float32": 1e9}, 1e9, 1e12, [level]).save("slow.toml")
+    Path("sequences.py").write_text(SEQUENCES)
+    on = ("--longest", "--machine", "slow.toml", "--memory", "1MB", "--save", "plan.toml")
+    code, out, _ = run(capsys, "plan", "sequences.py", *on)
+    seconds = re.compile(r"\d[\d.]* (?:µs|ms|s)\b")
+    assert (code, seconds.sub("T", re.sub(" +", " ", out))) == (0, LONGEST)
+    assert px.Plan.load("plan.toml") == px.Plan(data=4)
+    code, out, _ = run(capsys, "plan", "sequences.py", "--search", *on, "--plan.tensor", 1)
+    assert code == 0
+    assert "no plan fits" not in out, "only the plan that comes nearest is named"
+    assert int(out.splitlines()[0].split()[-1].replace(",", "")) >= 1024
+    assert re.search(r"does not fit +data=\d[^:]*: at least 1,\d{3},\d{3} bytes\n", out)
+    assert px.Plan.load("plan.toml").tensor == 1
+
+
+LONGEST = """\
+the longest sequences for slow, 8 in a step: 1,920
+length a step memory plan
+ 64 T 33.0 KiB of 976.6 KiB data=4
+ 128 T 65.0 KiB of 976.6 KiB data=4
+ 256 T 129.0 KiB of 976.6 KiB data=4
+ 512 T 257.0 KiB of 976.6 KiB data=4
+ 1,024 T 513.0 KiB of 976.6 KiB data=4
+ 1,536 T 769.0 KiB of 976.6 KiB data=4
+ 1,792 T 897.0 KiB of 976.6 KiB data=4
+ 1,920 T 961.0 KiB of 976.6 KiB data=4
+ 2,048 does not fit a device needs 1.0 MiB
+found in T, by estimates of 9 lengths
+wrote plan.toml
+"""
+
+
+def test_mistakes_about_the_longest_sequences(workplace, capsys):
+    Path("sequences.py").write_text(SEQUENCES)
+    longest = ("--longest", "--machine", "A100-80GB", "--plan.data", 1)
+    code, _, err = run(capsys, "plan", "sequences.py", *longest, "--experiment.table")
+    said = "sequences of 64, and fails for 128 at sequences.py:7: TypeError: add got"
+    assert (code, said in err) == (2, True)
+    for option, arguments in {"compile-for": ("1xH100",), "output": ("a",), "compare": ()}.items():
+        code, _, err = run(capsys, "plan", "sequences.py", *longest, f"--{option}", *arguments)
+        assert (code, f"--longest estimates, and --{option} is of a batch" in err) == (2, True)
+    code, _, err = run(capsys, "plan", "sequences.py", *longest, "--members.seeds", 3)
+    assert (code, "--longest is for one network" in err) == (2, True)
+    code, _, err = run(capsys, "plan", "small.py", *longest)
+    assert (code, "the loss is written for sequences of " in err) == (2, True)
+
+
 def test_a_machine_is_printed_as_a_file(capsys, monkeypatch, tmp_path):
     code, out, err = run(capsys, "machine", "--preset", "4xA100-80GB", "--nodes", 2)
     assert (code, err) == (0, "")

@@ -30,7 +30,7 @@ from plurax.mesh import make_mesh, memory_budget
 from plurax.notebook import html_table
 from plurax.plan import Plan
 from plurax.task import Task
-from plurax.tree import human_bytes
+from plurax.tree import human_bytes, with_rows
 from plurax.validate import bytes_of, check_whole
 
 MAX_COMPILATIONS = 10
@@ -103,9 +103,10 @@ def max_batch_size(
     mesh = make_mesh(plan, devices)
     budget = memory_budget(mesh) if memory is None else bytes_of(memory)
     unit = plan.parts
+    leading_dim(example)  # raises where `example` is no batch
 
     def peak(units: int) -> int:
-        like = resized(example, units * unit)
+        like = with_rows(example, units * unit)
         return Program(task, optimizer, plan, like, mesh).memory().peak
 
     fits, fits_bytes, over, over_bytes, compilations = largest_below(peak, budget)
@@ -294,11 +295,3 @@ def _flat(curve: list[Throughput]) -> bool:
         return False
     before = max(point.examples_per_second for point in curve[:-2])
     return all(point.examples_per_second < before for point in curve[-2:])
-
-
-def resized(example: PyTree, size: int) -> PyTree:
-    """Return the shapes of a batch like `example`, with another leading dim."""
-    leading_dim(example)
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), example
-    )

@@ -40,7 +40,10 @@ class Comparison:
     def plan_rows(self) -> list[tuple[str, str, str]]:
         """Return what differs: name, in the first and in the second plan. See `differences`."""
         rows = differences(self.first.plan, self.second.plan)
-        for name, of in (("examples of a step", _batch_size), ("machine", _machine)):
+        for name, of in (
+            ("examples of a step", lambda one: str(one.batch_size)),
+            ("machine", lambda one: one.machine.name),
+        ):
             if of(self.first) != of(self.second):
                 rows.append((name, of(self.first), of(self.second)))
         return rows
@@ -148,11 +151,3 @@ def _left(one: Estimate) -> str:
 
 def _sent(one: Estimate) -> Mapping[str, float]:
     return {f"over {axes}": size for axes, size in one.bytes_sent.items()}
-
-
-def _batch_size(one: Estimate) -> str:
-    return str(one.batch_size)
-
-
-def _machine(one: Estimate) -> str:
-    return one.machine.name

@@ -176,6 +176,9 @@ class Show(Common):
 
     search: bool = False
     """Rank the fastest plans for --machine; nothing is compiled."""
+    longest: bool = False
+    """Say how long the sequences of a batch may be on --machine, under the plan or, with --search,
+    under any: dim 1 of the data is made longer, and nothing is compiled."""
     machine: Annotated[str | None, tyro.conf.arg(metavar="PRESET|FILE")] = None
     """Show a step's estimate on published hardware, like 8xA100-80GB, or on the machine of a TOML
     file, beside what is compiled. With --search, the machine to find a plan for; None: this one,

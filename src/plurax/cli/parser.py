@@ -63,7 +63,7 @@ GROUPS = (
           ("output", "resume", "restart", "report_every", "evaluate_every", "checkpoint_every",
            "check_replicas_every", "progress", "save")),
     Group("search", "Which plans are compared, and for how long.",
-          ("search", "memory", "evaluations", "seconds", "tune", "compare")),
+          ("search", "longest", "memory", "evaluations", "seconds", "tune", "compare")),
 )  # fmt: skip
 """In the order of the help. An option that none of them names is shown before them."""
 

@@ -13,7 +13,7 @@ from plurax.cli.compile_for import print_compiled
 from plurax.cli.estimate_command import ToEstimate, diff_command
 from plurax.cli.options import Show
 from plurax.cli.parse import parse
-from plurax.cli.search_command import search_command
+from plurax.cli.search_command import longest_command, search_command
 from plurax.console import PlainConsole
 from plurax.distributed.global_arrays import described_devices
 from plurax.execute.program import Program
@@ -39,6 +39,8 @@ def plan_command(arguments: list[str]) -> int:
         return diff_command(arguments)
     experiment, options, *_ = parse(arguments, "plan", Show)
     plan = options.chosen_plan()
+    if options.longest:
+        return longest_command(experiment, options, plan, arguments)
     if options.search:
         return search_command(experiment, options, plan, arguments)
     _check_shown(options, plan)

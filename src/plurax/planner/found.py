@@ -111,7 +111,7 @@ class Found:
             best = min(split, key=lambda one: one.seconds)
             text += f"\n  with several a step takes {human_seconds(best.seconds)}, and with one "
             text += f"{human_seconds(self.ranked[0].seconds)}: {best.plan.sizes_text()}"
-        return "\n".join(line for one in text.splitlines() for line in _wrapped(one, 4))
+        return "\n".join(line for one in text.splitlines() for line in wrapped(one, 4))
 
     # --- Text -------------------------------------------------------------------------------------
 
@@ -135,12 +135,12 @@ class Found:
     def __str__(self) -> str:
         rows = [("", "plan", "a step", "memory", ""), *self.rows()]
         first, _, second, third, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
-        lines = _wrapped(f"the fastest of {self.candidates} plans for {self.machine.name}")
+        lines = wrapped(f"the fastest of {self.candidates} plans for {self.machine.name}")
         for rank, plan, seconds, memory, parts in rows:
             start = f"{rank:{first}}  {seconds:{second}}  {memory:{third}}  "
-            lines += _wrapped(start + plan, len(start), whole=True)
-            lines += _wrapped(parts and f"      {parts}", 6, whole=True)
-        lines += [line for note in self._notes() for line in _wrapped(note)]
+            lines += wrapped(start + plan, len(start), whole=True)
+            lines += wrapped(parts and f"      {parts}", 6, whole=True)
+        lines += [line for note in self._notes() for line in wrapped(note)]
         return "\n".join(lines)
 
     def _notes(self) -> list[str]:
@@ -187,7 +187,7 @@ class Found:
 _COLUMNS, _NO_BREAK = 100, "\N{NO-BREAK SPACE}"
 
 
-def _wrapped(text: str, indent: int = 2, *, whole: bool = False) -> list[str]:
+def wrapped(text: str, indent: int = 2, *, whole: bool = False) -> list[str]:
     """Return a text in lines of at most 100 columns, all but the first with an indent.
 
     With `whole`, lines break after a comma, where parts are not longer than a line.
