@@ -127,7 +127,7 @@ def test_dims_of_equal_size_stay_where_the_loss_wants_it():
 def test_a_search_takes_blocks_of_keys_for_longer_sequences():
     task = models.attention_task(64, 4)
     batch = {"x": jax.ShapeDtypeStruct((1, 1024, 64), "float32")}
-    pinned = {"tensor": 1, "pipeline": 1, "remat": "full"}
+    pinned = {"data": 1, "tensor": 1, "pipeline": 1, "remat": "full"}
     seen = []
     found = px.longest(
         task, SGD, batch, MACHINE, pinned=pinned, memory="100MB", progress=seen.append
@@ -145,6 +145,15 @@ def test_a_search_takes_blocks_of_keys_for_longer_sequences():
     again = px.search(task, SGD, {"x": jax.ShapeDtypeStruct((1, found.length, 64), "float32")},
                       MACHINE, pinned=pinned, memory="100MB")  # fmt: skip
     assert (again.best, again.estimate) == (found.plan, found.estimate)
+
+
+def test_a_length_that_the_plan_of_another_fits_is_searched_at_the_end():
+    pinned = {"data": 1, "tensor": 1, "pipeline": 1, "remat": "none"}
+    batch = vectors(64, rows=1)
+    found = px.longest(layer(convolution), SGD, batch, MACHINE, pinned=pinned, memory=400_000)
+    assert len(found.tried) > 4
+    assert found.found.estimate == found.estimate
+    assert found.found.best == found.plan
 
 
 @draws(6)
@@ -264,6 +273,7 @@ def test_a_loss_that_reads_the_start_alone_is_asked_about():
             px.errors.PlanError,
             r"^pinned: 'dta' is not a field of a plan. Did you mean 'data'\?",
         ),
+        ({"task": lambda length: None}, px.errors.TaskError, "NoneType"),
         ({"machine": 3}, px.errors.MachineError, "3"),
     ],
 )

@@ -26,12 +26,14 @@ from jaxtyping import PyTree
 from plurax import errors, tree
 from plurax.analysis.estimate import Estimate, estimate, human_seconds
 from plurax.analysis.machine_timings import measure_machine
+from plurax.execute.check import check_kinds
 from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import initial
 from plurax.execute.placement import abstract_batch
 from plurax.execute.rows import abstract_rows
 from plurax.jaxpr.interpret import dependent, evaluate, flat_equations, needed, source_line
 from plurax.machine import Machine
+from plurax.members import Members
 from plurax.plan import Plan
 from plurax.planner.effort import EVALUATIONS
 from plurax.planner.found import Found, wrapped
@@ -154,8 +156,9 @@ def longest(
             "plurax.longest(plan=..., pinned=...): with plan= no plan is searched, and pinned= "
             "says what a search must keep. Leave one of them out."
         )
-    if pinned is not None:
-        _pinned_fields(pinned)  # raises for names of no fields
+    # Raise for a model of a library, and for names that are no fields of a plan.
+    check_kinds(task, optimizer, plan or Plan(), Members(1) if callable(task) else None)
+    _pinned_fields(pinned or {})
     if machine is None:
         machine = measure_machine()
     if not isinstance(machine, Machine):
@@ -344,6 +347,7 @@ class _Lengths:
     def _trace(self, length: int) -> Any:
         """Return the traced gradient for a length; raises what the model raises."""
         task, pinned = self.task(length), self.plan or self.options["pinned"] or Plan()
+        check_kinds(task, self.optimizer, Plan(), None)
         fields = pinned if isinstance(pinned, Mapping) else vars(pinned)
         states = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
         fun = gradient(task, fields.get("precision", Plan.precision))
