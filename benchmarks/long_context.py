@@ -103,28 +103,31 @@ def by_hand(q: Any, k: Any, v: Any) -> Any:
     return _by_hand(q, k, v).swapaxes(1, 2)
 
 
-def task_of(attention: Callable[..., Any]) -> px.Task:
+def transformer_layer(attention: Callable[..., Any], x: Any, p: Any) -> Any:
+    """Return the output of a layer, and no row: the body of a loop over layers."""
+    q, k, v = jnp.einsum("btd,dcnh->cbtnh", x, p["qkv"])
+    x = x + jnp.einsum("btnh,nhd->btd", attention(q, k, v), p["out"])
+    return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
+
+
+def task_of(attention: Callable[..., Any], heads: int = HEADS) -> px.Task:
     """A causal transformer on sequences of vectors `(B, T, width)`."""
 
     def init(key: Any) -> Any:
-        keys, shape = jax.random.split(key, 4), (LAYERS, WIDTH, 3, HEADS, WIDTH // HEADS)
+        keys, shape = jax.random.split(key, 4), (LAYERS, WIDTH, 3, heads, WIDTH // heads)
 
         def normal(key: Any, *shape: int) -> Any:
             return jax.random.normal(key, shape) * 0.05
 
         return {
             "qkv": normal(keys[0], *shape),
-            "out": normal(keys[1], LAYERS, HEADS, WIDTH // HEADS, WIDTH),
+            "out": normal(keys[1], LAYERS, heads, WIDTH // heads, WIDTH),
             "up": normal(keys[2], LAYERS, WIDTH, 4 * WIDTH),
             "down": normal(keys[3], LAYERS, 4 * WIDTH, WIDTH),
         }
 
-    def layer(x: Any, p: Any) -> Any:
-        q, k, v = jnp.einsum("btd,dcnh->cbtnh", x, p["qkv"])
-        x = x + jnp.einsum("btnh,nhd->btd", attention(q, k, v), p["out"])
-        return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
-
     def loss(params: Any, batch: Any, keys: Any) -> Any:
+        layer = functools.partial(transformer_layer, attention)
         x, _ = lax.scan(layer, batch["x"], params)
         return (x**2).mean((1, 2))
 

@@ -35,13 +35,15 @@ Remat = Literal["none", "dots", "full", "offload"]
 
 ScheduleName = Literal["gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1"]
 
+ContextStrategy = Literal["gather", "ring", "heads"]
+
 CHUNKS: Mapping[str, int] = {"interleaved": 2}
 """Stages on each device where a plan does not say how many, of schedules that take several."""
 
 MOST_PARTS = 2**16
 """Parts into which any batch may be split; more need an example each."""
 
-MESH_AXES = ("member", "data", "pipeline", "tensor")
+MESH_AXES = ("member", "data", "pipeline", "context", "tensor")
 """The mesh axes, always in this order."""
 
 
@@ -103,12 +105,20 @@ data=1 means 'not used'.
     """The order in which the devices of a pipeline process the microbatches: a name, or by hand one
     line for each device, like `F0 F1 B0 B1`."""
 
+    context: int = 1
+    """Devices over which the tokens of each sequence are split (mesh axis `context`); needs
+    `stream`."""
+    context_strategy: ContextStrategy = "gather"
+    """How queries meet the keys and values of other devices of `context`: all are gathered; they go
+    around in a `ring` of devices, while each computes with those that it has; or `heads` are
+    exchanged for tokens, so that a device has all tokens of a share of the heads."""
     tensor: int = 1
     """Devices over which tensors and operators are split (mesh axis `tensor`), according to
     `shardings` and the annotations `plurax.sharding.name` and `plurax.sharding.shard`."""
     zero: int = 0
-    """What is split over `data` besides the batch (ZeRO): 1 the optimizer's state; 2 gradients too,
-    reduced to their shards in every microbatch; 3 parameters too, gathered where they are used."""
+    """What is split over `data` besides the batch (ZeRO), and over `context`: 1 the optimizer's
+    state; 2 gradients too, reduced to their shards in every microbatch; 3 parameters too, gathered
+    where they are used."""
     bucket_bytes: int = 4_000_000
     """With `zero`, the bytes of tensors that one collective gathers over `data`, or reduces
     to shards, and at most 8 tensors. With `zero=3` a device holds two such buckets of parameters:
@@ -158,11 +168,23 @@ data=1 means 'not used'.
                 "stage by stage. Remove [strategies]; the shardings of parameters hold in a "
                 "pipeline too."
             )
+        if self.strategies is not None and self.context > 1:
+            raise errors.PlanError(
+                f"Plan(context={self.context}, strategies=...): the strategies were found for an "
+                "operator that has all tokens. Remove [strategies]; the shardings of parameters "
+                "hold beside `context` too."
+            )
         if self.remat == "offload" and self.pipeline > 1:
             raise errors.PlanError(
                 f"Plan(remat='offload', pipeline={self.pipeline}): a pipeline stores its residuals "
                 "in buffers on the device, not in the host's memory. Use remat='full', which "
                 "stores least, or remat='dots'."
+            )
+        if self.context > 1 and self.stream is None:
+            raise errors.PlanError(
+                f"Plan(context={self.context}): the tokens of a sequence are split where attention "
+                "is computed in blocks of keys: give the keys of a block too, as in "
+                f"Plan(context={self.context}, stream=512)."
             )
         if self.batch_dim == "minor" and self.partitioned:
             raise errors.plan_minor_divided()
@@ -223,7 +245,7 @@ data=1 means 'not used'.
     def partitioned(self) -> bool:
         """Whether the step's jaxpr is partitioned equation by equation."""
         zero = self.zero > 0 and self.data > 1
-        return self.tensor > 1 or self.pipeline > 1 or zero
+        return self.tensor > 1 or self.context > 1 or self.pipeline > 1 or zero
 
     @property
     def forward_microbatches(self) -> int:
@@ -486,13 +508,14 @@ _CHOSEN = _whole("leave it out to have it chosen", optional=True)
 _FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
     "shardings": lambda field, value: sharding_rules(value),
     "strategies": lambda field, value: None if value is None else Strategies.of(value),
-    **dict.fromkeys(("data", "member", "pipeline", "tensor"), _SIZE),
+    **dict.fromkeys(("data", "member", "pipeline", "context", "tensor"), _SIZE),
     "microbatches": lambda field, value: _whole_numbers(value) or _MICROBATCHES(field, value),
     **dict.fromkeys(("chunk", "stages"), _CHOSEN),
     "stream": _whole("leave it out to compute attention as it is written", optional=True),
     "bucket_bytes": _whole("bucket_bytes=1 sends each tensor on its own"),
     "precision": _one_of(*get_args(Precision)),
     "zero": _one_of(0, *ZERO_TEXTS),
+    "context_strategy": _one_of(*get_args(ContextStrategy)),
     "remat": _one_of(*get_args(Remat)),
     "batch_dim": _one_of(*get_args(BatchDim), optional=True),
     "reduce_dtype": _one_of(*get_args(ReduceDtype), optional=True),

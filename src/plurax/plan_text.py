@@ -16,6 +16,12 @@ REMAT_TEXTS: Mapping[str, str] = {
     "offload": "products with weights are stored in the host's memory until the backward pass.",
 }
 
+CONTEXT_TEXTS: Mapping[str, str] = {
+    "gather": "each gathers the keys and values of all.",
+    "ring": "keys and values go around in a ring, and each computes with those that it has.",
+    "heads": "for attention each gets all tokens of a share of the heads.",
+}
+
 
 def explained(plan: Any, batch_size: int | None = None) -> str:
     """Return what a `Plan` does, line by line; with `batch_size` also how examples are split."""
@@ -89,6 +95,11 @@ def _split_lines(plan: Any) -> list[str]:
             f"  pipeline={plan.pipeline}: the layers are split into {plan.total_stages} stages "
             f"on {plan.pipeline} devices{each}the schedule is {named}."
         )
+    if plan.context > 1:
+        lines.append(
+            f"  context={plan.context}: the tokens of each sequence are split over {plan.context} "
+            f"devices;\n    {CONTEXT_TEXTS[plan.context_strategy]}"
+        )
     if plan.tensor > 1:
         lines.append(
             f"  tensor={plan.tensor}: tensors and operators are split over {plan.tensor} "
@@ -98,7 +109,9 @@ def _split_lines(plan: Any) -> list[str]:
         first, *others = plan.strategies.lines()
         lines += [f"  strategies: {first}", *(f"    {line}" for line in others)]
     if plan.zero:
-        lines.append(f"  zero={plan.zero}: {ZERO_TEXTS[plan.zero]}")
+        over = "data" if plan.context == 1 else "data and context"
+        text = ZERO_TEXTS[plan.zero].replace("over data", f"over {over}")
+        lines.append(f"  zero={plan.zero}: {text}")
     if plan.reduce_dtype is not None:
         lines.append(
             f"  reduce_dtype={plan.reduce_dtype}: gradients are rounded to it before and after "

@@ -1,4 +1,4 @@
-"""Tokens split over devices: keys gathered, or heads exchanged, to the byte; beside one device."""
+"""Tokens split over `context`: what is sent, to the byte; beside one device."""
 
 from collections import Counter
 
@@ -11,17 +11,15 @@ from tests import models
 
 import plurax as px
 
-ROWS, TOKENS, HEADS, KEY_HEADS, SIZE = 2, 64, 4, 2, 4
+ROWS, TOKENS, HEADS, KEY_HEADS, SIZE, BLOCK = 2, 96, 4, 2, 4, 4
 WIDTH = HEADS * SIZE
-GATHERED = {"tokens": (None, "tensor", None)}
-EXCHANGED = GATHERED | {
-    "heads": (None, None, "tensor", None),
-    "attended": (None, "tensor", None, None),
-}
 
 
-def task(dtype):
-    """Causal attention of groups of heads, and a perceptron, on vectors `(B, T, width)`."""
+def task(dtype, *, loop=False):
+    """Causal attention of groups of heads, and a perceptron, on vectors `(B, T, width)`.
+
+    With `loop` two such layers in a loop.
+    """
 
     def init(key):
         shapes = {
@@ -32,24 +30,26 @@ def task(dtype):
             "up": (WIDTH, 2 * WIDTH),
             "down": (2 * WIDTH, WIDTH),
         }
-        keys = jax.random.split(key, len(shapes))
+        keys, depth = jax.random.split(key, len(shapes)), (2,) if loop else ()
         pairs = zip(shapes.items(), keys, strict=True)
-        return {name: jax.random.normal(key, shape, dtype) * 0.2 for (name, shape), key in pairs}
+        return {
+            name: jax.random.normal(key, (*depth, *shape), dtype) * 0.2
+            for (name, shape), key in pairs
+        }
 
-    def loss(params, batch, keys):
-        x = px.sharding.name(batch["x"], "tokens")
-        q, k, v = (
-            px.sharding.name(jnp.einsum("btd,dnh->btnh", x, params[name]), "heads")
-            for name in "qkv"
-        )
+    def layer(x, params):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, params[name]) for name in "qkv")
         q = q.reshape(*q.shape[:2], KEY_HEADS, HEADS // KEY_HEADS, SIZE)
         scores = jnp.einsum("btmgh,bsmh->bmgts", q, k) * SIZE**-0.5
         seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))[None, None, None]
         weights = jax.nn.softmax(jnp.where(seen, scores, -1e30))
         out = jnp.einsum("bmgts,bsmh->btmgh", weights, v).reshape(*x.shape[:2], HEADS, SIZE)
-        out = px.sharding.name(out, "attended")
-        x = px.sharding.name(x + jnp.einsum("btnh,nhd->btd", out, params["out"]), "tokens")
-        x = x + jnp.tanh(x @ params["up"]) @ params["down"]
+        x = x + jnp.einsum("btnh,nhd->btd", out, params["out"])
+        return x + jnp.tanh(x @ params["up"]) @ params["down"], None
+
+    def loss(params, batch, keys):
+        x = batch["x"]
+        x, _ = jax.lax.scan(layer, x, params) if loop else layer(x, params)
         return ((x - batch["y"]) ** 2).mean((1, 2))
 
     return px.Task(init=init, loss=loss)
@@ -60,74 +60,110 @@ def batch(rows=ROWS, dtype=np.float32):
     return {name: draw.normal(size=(rows, TOKENS, WIDTH)).astype(dtype) for name in "xy"}
 
 
-def moved(program):
-    """The bytes that are moved over tokens and heads, by kind; sums of weights are all-reduced."""
+def compiled(dtype="float32", **fields):
+    plan = px.Plan(stream=BLOCK, **fields)
+    return px.compile(task(dtype), optax.sgd(0.1), plan, batch(dtype=dtype))
+
+
+def moved(collectives):
+    """The bytes that are moved, by kind; sums of weights are all-reduced."""
     counts = Counter()
-    for one in program.collectives():
+    for one in collectives:
         if one.kind != "all-reduce":
             counts[one.kind] += one.bytes * one.trips
     return counts
 
 
-@pytest.mark.parametrize("stream", [None, 16])
+KEYS = 2 * ROWS * TOKENS * KEY_HEADS * SIZE * 4
+"""The bytes of keys and values, float32."""
+
+
 @pytest.mark.parametrize(("remat", "times"), [("none", 1), ("full", 2)])
-def test_keys_are_gathered_and_their_gradients_scattered(stream, remat, times):
+def test_keys_are_gathered_and_their_gradients_scattered(remat, times):
     """Each device gets all keys and values of its rows, and its share of their gradients.
 
     Rematerialized they are gathered again.
     """
-    count = 4
-    plan = px.Plan(tensor=count, stream=stream, remat=remat, shardings=GATHERED)
-    keys = 2 * ROWS * TOKENS * KEY_HEADS * SIZE * 4  # keys and values, float32
-    expected = {"all-gather": times * keys, "reduce-scatter": keys // count}
-    assert moved(px.compile(task("float32"), optax.sgd(0.1), plan, batch())) == expected
+    program = compiled(context=4, remat=remat)
+    expected = {"all-gather": times * KEYS, "reduce-scatter": KEYS // 4}
+    assert moved(program.collectives()) == expected == moved(program.planned_collectives())
 
 
-@pytest.mark.parametrize("stream", [None, 16])
-def test_heads_are_exchanged_for_tokens(stream):
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_keys_go_around(count):
+    """Forward and backward each device sends n - 1 times its keys, backward n times gradients."""
+    program = compiled(context=count, context_strategy="ring")
+    expected = {"collective-permute": (2 * (count - 1) + count) * KEYS // count}
+    assert moved(program.collectives()) == expected == moved(program.planned_collectives())
+
+
+def test_heads_are_exchanged_for_tokens():
     """Queries, keys, values and what is attended, forward and backward."""
     count = 2
-    plan = px.Plan(tensor=count, stream=stream, shardings=EXCHANGED)
     share = ROWS * TOKENS * SIZE * 4 // count  # of one head
     expected = {"all-to-all": 2 * share * (2 * HEADS + 2 * KEY_HEADS)}
-    assert moved(px.compile(task("float32"), optax.sgd(0.1), plan, batch())) == expected
+    program = compiled(context=count, context_strategy="heads")
+    assert moved(program.collectives()) == expected == moved(program.planned_collectives())
 
 
-def test_each_device_holds_its_queries_by_the_keys_of_a_block():
-    one, four = (
-        px.compile(task("float32"), optax.sgd(0.1), plan, batch()).memory().temporaries
-        for plan in (px.Plan(), px.Plan(tensor=4, stream=16, shardings=GATHERED))
-    )
+@pytest.mark.parametrize("strategy", ["gather", "ring"])
+def test_each_device_holds_its_queries_by_the_keys_of_a_block(strategy):
+    one = px.compile(task("float32"), optax.sgd(0.1), px.Plan(), batch()).memory().temporaries
+    four = compiled(context=4, context_strategy=strategy).memory().temporaries
     assert four < one / 4
 
 
+def test_weights_are_reduced_once_a_step():
+    """Over devices of rows and of tokens together, and after all microbatches."""
+    plan = px.Plan(data=2, context=2, context_strategy="ring", microbatches=2, stream=BLOCK)
+    program = px.compile(task("float32", loop=True), optax.sgd(0.1), plan, batch(4))
+    sums = [one for one in program.collectives() if one.kind == "all-reduce" and one.bytes > 64]
+    assert [(one.axes, one.in_loop) for one in sums] == [(("data", "context"), False)]
+
+
 PLANS = {
-    "gathered": {"tensor": 4, "shardings": GATHERED},
-    "exchanged": {"tensor": 2, "shardings": EXCHANGED},
-    "with data and zero 3": {"data": 2, "tensor": 2, "zero": 3, "shardings": GATHERED},
-    "with microbatches and remat": {
-        "data": 2, "tensor": 2, "microbatches": 2, "remat": "full", "shardings": GATHERED
+    "gather": {"context": 4},
+    "ring": {"context": 4, "context_strategy": "ring"},
+    "heads": {"context": 2, "context_strategy": "heads"},
+    "ring, data and zero 3": {"data": 2, "context": 4, "context_strategy": "ring", "zero": 3},
+    "gather, microbatches and remat": {
+        "data": 2, "context": 2, "microbatches": 2, "remat": "full"
     },
-    "exchanged, with zero 1": {"data": 2, "tensor": 2, "zero": 1, "shardings": EXCHANGED},
+    "heads, zero 1": {"data": 2, "context": 2, "context_strategy": "heads", "zero": 1},
 }  # fmt: skip
 
 
-def trained(plan):
+def trained(plan, loop):
     rows = batch(7, np.float64)
-    program = px.compile(task("float64"), optax.adam(1e-2), plan, rows)
+    program = px.compile(task("float64", loop=loop), optax.adam(1e-2), plan, rows)
     state = program.init(seed=1)
     for size in (7, 5):
         state, metrics = program.step(state, models.cut(rows, size))
     return jax.device_get((program.to_canonical(state).params, metrics))
 
 
-@pytest.fixture(scope="module")
-def alone():
+@pytest.fixture(scope="module", params=[False, True], ids=["a layer", "layers in a loop"])
+def alone(request):
     with jax.enable_x64(True):
-        return trained(px.Plan())
+        return request.param, trained(px.Plan(), request.param)
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_update_is_that_of_one_device(x64, alone, name):
-    plan = px.Plan(stream=24, **PLANS[name])
-    assert models.max_rel_error(trained(plan), alone) < 1e-10
+    loop, expected = alone
+    plan = px.Plan(stream=16, **PLANS[name])
+    assert models.max_rel_error(trained(plan, loop), expected) < 1e-10
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("data", [1, 2])
+def test_zero_splits_the_state_over_rows_and_tokens(data, zero):
+    plan = px.Plan(data=data, context=4, context_strategy="ring", stream=BLOCK, zero=zero)
+    program = px.compile(task("float32", loop=True), optax.adam(0.1), plan, batch(4))
+    shards = program.init(seed=0).opt_state[0].mu["up"].sharding.spec
+    axes = tuple(axis for axis in ("data", "context") if plan.axes[axis] > 1)
+    assert axes in [entry if isinstance(entry, tuple) else (entry,) for entry in shards]
+    large = [one for one in program.collectives() if one.bytes > 64]
+    kinds = {one.kind for one in large if one.kind != "collective-permute"}
+    assert kinds == {"reduce-scatter", "all-gather"}
+    assert {one.axes for one in large if one.kind == "reduce-scatter"} == {axes}

@@ -20,6 +20,7 @@ def megatron(sequence=False):
 
 
 TENSOR = {"tensor": 2, "shardings": megatron()}
+RING = {"context_strategy": "ring"}
 PLANS = {
     "one device": {},
     "microbatches": {"microbatches": 3},
@@ -36,6 +37,19 @@ PLANS = {
     "pipeline": {"pipeline": 2, "microbatches": 4},
     "pipeline and tensor": {"pipeline": 2, "microbatches": 2, "schedule": "zb-h1", **TENSOR},
     "pipeline and remat": {"data": 2, "pipeline": 2, "microbatches": 2, "remat": "full"},
+    "context": {"context": 3},
+    "context by heads": {"context": 2, "context_strategy": "heads"},
+    "ring": {"context": 2, **RING},
+    "ring of three": {"context": 3, **RING},
+    "ring of six": {"context": 6, **RING},
+    "ring and data": {"data": 2, "context": 3, "microbatches": 2, **RING},
+    "ring and zero 1": {"data": 2, "context": 3, "zero": 1, **RING},
+    "ring and zero 3": {"data": 2, "context": 3, "zero": 3, "remat": "full", **RING},
+    "ring and tensor": {"context": 2, **RING, **TENSOR},
+    "ring and sequence": {"context": 3, **RING, "tensor": 2, "shardings": megatron(sequence=True)},
+    "ring and remat": {"context": 3, "remat": "dots", **RING},
+    "pipeline and context": {"pipeline": 2, "context": 3, "microbatches": 2},
+    "pipeline and ring": {"pipeline": 2, "context": 3, "microbatches": 2, **RING},
     "everything": {"data": 2, "zero": 3, "microbatches": 2, "remat": "full", **TENSOR},
 }
 

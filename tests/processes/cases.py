@@ -37,6 +37,9 @@ STEPS = {
     ("unet", "zero 2"): {"data": 4, "zero": 2, "microbatches": 2},
     ("pinn", "tensor across"): {"tensor": 2},
     ("vision transformer", "tensor across"): {"tensor": 2},
+    ("vision transformer", "context across"): {
+        "context": 2, "context_strategy": "ring", "stream": 1, "zero": 1,
+    },
     ("branch", "pipeline across"): {"pipeline": 2, "microbatches": 2},
     ("fourier", "data and tensor"): {"data": 4, "tensor": 2},
     ("autoregressive", "pipeline and tensor"): {
@@ -47,7 +50,7 @@ STEPS = {
     ("graph", "members and zero"): {"member": 2, "data": 2, "zero": 1, "chunk": 1},
 }  # fmt: skip
 """Networks of the zoo, each under a plan across processes. Of as few devices as processes, the
-plan takes one of each: then `tensor`, `pipeline` and `member` are across hosts."""
+plan takes one of each: then `context`, `tensor`, `pipeline` and `member` are across hosts."""
 
 QUICK_STEPS = [("recommender", "zero 3"), ("branch", "pipeline across")]
 """Those of a default run."""

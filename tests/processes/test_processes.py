@@ -187,4 +187,4 @@ def test_the_tables_have_plans_across_processes():
     """Of each parallelism one whose axis has exactly as many devices as there are processes."""
     plans = [px.Plan(**fields) for fields in cases.STEPS.values()]
     across = {axis for plan in plans if plan.devices == 2 for axis, n in plan.axes.items() if n > 1}
-    assert across == {"member", "data", "pipeline", "tensor"}
+    assert across == {"member", "data", "pipeline", "context", "tensor"}

@@ -18,8 +18,8 @@ from plurax.errors import PlanError
 from plurax.jaxpr.remat import POLICIES
 from plurax.launch.network_hosts import free_port
 from plurax.pipeline.schedule import SCHEDULES
-from plurax.plan import Remat, ScheduleName
-from plurax.plan_text import REMAT_TEXTS, ZERO_TEXTS
+from plurax.plan import ContextStrategy, Remat, ScheduleName
+from plurax.plan_text import CONTEXT_TEXTS, REMAT_TEXTS, ZERO_TEXTS
 from plurax.planner.costs import REDUCTION
 
 uneven = st.lists(st.integers(1, 9), min_size=2, max_size=9).map(
@@ -128,7 +128,8 @@ def test_save_and_load(tmp_path):
     assert Plan.load(tmp_path / "plan.toml") == plan
     assert (tmp_path / "plan.toml").read_text() == (
         'data = 4\nmicrobatches = 8\nprecision = "bfloat16"\nmember = 1\n'
-        'pipeline = 1\nschedule = "1f1b"\ntensor = 1\nzero = 0\n'
+        'pipeline = 1\nschedule = "1f1b"\ncontext = 1\ncontext_strategy = "gather"\n'
+        "tensor = 1\nzero = 0\n"
         'bucket_bytes = 4000000\nremat = "none"\n'
         '\n[shardings]\n"*/in" = ["...", "replicated", "tensor"]\n'
     )
@@ -147,6 +148,7 @@ def test_what_a_plan_names_is_what_there_is():
     assert get_args(Remat) == tuple(POLICIES)
     assert {"none", *REMAT_TEXTS} == set(POLICIES)
     assert (0, *ZERO_TEXTS) == tuple(REDUCTION)
+    assert get_args(ContextStrategy) == tuple(CONTEXT_TEXTS)
 
 
 def test_it_is_frozen():

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from jax.experimental.compute_on import compute_on
 from jax.experimental.sparse import BCOO
+from jax.extend.random import threefry2x32_p
 from jax.scipy.sparse.linalg import cg
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -369,9 +370,11 @@ def sparse(entries, dense):
     return BCOO((entries, indices), shape=(8, 8)) @ dense
 
 
+COUNTS = np.arange(96, dtype=np.uint32).reshape(8, 12)
 OPERATIONS = {
     "add": (lambda x, y: x + y, (TABLE, TABLE), (S("tensor", None), S(None, "tensor"))),
     "spread": (lambda x: x - x.max(1, keepdims=True), (TABLE,), (S(None, "tensor"),)),
+    "bits": (lambda x: threefry2x32_p.bind(x, x, x, x + 1), (COUNTS,), (S("tensor", None),)),
     "where": (lambda x: jnp.where(x > 0, x, 0), (TABLE,), (S("tensor", None),)),
     "product": (lambda x, y: x @ y.T, (TABLE, TABLE), (S(None, "tensor"), S(None, "tensor"))),
     "conflict": (lambda x, y: x @ y.T, (TABLE, TABLE), (S("tensor", None), S("tensor", None))),
@@ -634,6 +637,7 @@ DIFFERENTIABLE = [
         "top_k of columns",
         "half a count",
         "a count below zero",
+        "bits",
         "inverse",
         "sparse examples",
         "while of a sum",

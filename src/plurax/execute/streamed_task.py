@@ -13,20 +13,22 @@ from plurax import errors
 from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import initial
 from plurax.execute.rows import abstract_rows
+from plurax.jaxpr.context import Context
 from plurax.jaxpr.interpret import all_equations
 from plurax.jaxpr.key_blocks import STREAMED
 from plurax.jaxpr.stream import streamed
 from plurax.task import Layer, Stack, Task
 
 
-def streamed_task(task: Task, block: int | None) -> Task:
+def streamed_task(task: Task, block: int | None, context: Context | None = None) -> Task:
     """Return the task with the functions that compute on activations streamed.
 
-    **Arguments:** `block`, the keys of a block (`Plan.stream`). None: `task` is returned.
+    **Arguments:** `block`, the keys of a block (`Plan.stream`), None: `task` is returned;
+    `context`, over which devices tokens are split.
     """
     if block is None:
         return task
-    in_blocks = functools.partial(_streamed, block=block)
+    in_blocks = functools.partial(_streamed, block=block, context=context)
     return dataclasses.replace(
         task,
         loss=in_blocks(task.loss),
@@ -53,8 +55,8 @@ def has_attention(task: Task, batch: PyTree, block: int) -> bool:
     )
 
 
-def _streamed(fun: Callable[..., Any] | None, block: int) -> Any:
-    return None if fun is None else streamed(fun, block)
+def _streamed(fun: Callable[..., Any] | None, block: int, context: Context | None) -> Any:
+    return None if fun is None else streamed(fun, block, context)
 
 
 def _stack(stack: Stack, in_blocks: Callable[..., Any]) -> Stack:

@@ -143,6 +143,11 @@ def is_call(eqn: Any) -> bool:
     return eqn.primitive.name in INLINED
 
 
+def is_plain_call(eqn: Any) -> bool:
+    """Whether an equation is a call without a derivative or a rule of its own."""
+    return eqn.primitive.name in PLAIN_CALLS
+
+
 def is_call_or_remat(eqn: Any) -> bool:
     """Whether an equation is a call that can be evaluated in place where nothing is recomputed."""
     return eqn.primitive.name in INLINED or eqn.primitive.name in REMAT

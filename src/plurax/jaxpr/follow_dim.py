@@ -54,9 +54,11 @@ class Region:
     - `behind`: reductions, absorbed equations, and those of statistics that factors need, in the
       order of the function; with the form of a reduction, else None.
     - `results`: the statistics that the rest reads.
-    - `labels`: of each variable with the dim, and of each statistic, a number for each dim: equal
-      numbers are one index.
+    - `labels`: of each variable that it computes, and of each statistic, a number for each dim:
+      equal numbers are one index.
     - `size`: of the dim.
+    - `queries`, `shared`: the labels of the first product's dims that come from the other operand,
+      and from both.
     """
 
     eqns: list[Any]
@@ -71,6 +73,8 @@ class Region:
     results: list[Any]
     labels: dict[Any, tuple[int, ...]]
     size: int
+    queries: tuple[int, ...]
+    shared: tuple[int, ...]
 
     def ids(self) -> set[int]:
         """Return the `id`s of the equations that the region replaces."""
@@ -143,6 +147,7 @@ class _DimWalk:
         self._numbers = itertools.count()
         self._labels: dict[Any, list[int]] = {}
         self._same: dict[int, int] = {}
+        self._beside: dict[Any, list[int]] = {}  # of what is computed inside, such as a mask
         self._inside: list[Any] = []
         self._dims: dict[Any, int] = {}
         self._read: dict[tuple[int, int], tuple[Any, int | None]] = {}
@@ -333,6 +338,8 @@ class _DimWalk:
             self._enter(eqn, place, atom, inner, inside)
         self._inside.append(eqn)
         self._dims[var] = dim
+        known = labels or [None] * len(shape_of(var))
+        self._beside[var] = [next(self._numbers) if n is None else n for n in known]
         return True
 
     # --- The region -----------------------------------------------------------------------------
@@ -362,9 +369,13 @@ class _DimWalk:
         results = [var for var in computed if var in read]
         self._check_factors(labels)
         inputs = [*dict.fromkeys(self._read.values())]
+        queries = tuple(map(self._find, self._queries))
+        own = {*queries, self._find(self._key)}
+        batch = tuple(n for n in labels[self._start.outvars[0]] if n not in own)
+        labels |= {v: tuple(map(self._find, one)) for v, one in self._beside.items()}
         return Region(
             inside, self._dims, inputs, self._read, self._known.stand_ins, self._known.shifted,
-            self._reductions, absorbed, behind, results, labels, self._size,
+            self._reductions, absorbed, behind, results, labels, self._size, queries, batch,
         )  # fmt: skip
 
     def _check_factors(self, labels: Mapping[Any, tuple[int, ...]]) -> None:

@@ -23,6 +23,7 @@ https://arxiv.org/abs/1805.02867; Rabe and Staats 2021, "Self-attention Does Not
 https://arxiv.org/abs/2112.05682; Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from jax.extend.core import Literal
 from jaxtyping import Array
 
 from plurax.jaxpr.barrier import order_after, pick_dependency
+from plurax.jaxpr.context import Context
 from plurax.jaxpr.equal_dims import shape_of
 from plurax.jaxpr.follow_dim import Region, own_dims
 from plurax.jaxpr.forms import EXTREMES, Form
@@ -46,6 +48,9 @@ from plurax.tree import sum_dtype
 
 STREAMED = "plurax_stream"
 """The name of what the derivative keeps, for rematerialization."""
+
+RING = "plurax_ring"
+"""The scope of a loop whose blocks go around in a ring of devices: their order does not matter."""
 
 
 class KeyBlocks:
@@ -58,7 +63,10 @@ class KeyBlocks:
     transpose them for each block.
     """
 
-    def __init__(self, region: Region, block: int) -> None:
+    def __init__(self, region: Region, block: int, context: Context | None = None) -> None:
+        self._context = context if context is not None and context.splits(region) else None
+        if self._context is not None:
+            block = self._context.block(region.size, block)
         self.region, self.block, self.beside = region, block, region.beside()
         self.whole, self.rest = divmod(region.size, block)
         # The inputs as blocks read them: the place in `region.inputs`, and the order of the dims.
@@ -99,6 +107,8 @@ class KeyBlocks:
         Keys and values become a stack of blocks here. So where their tokens are split over devices
         they are gathered once, before the loop, and not in it.
         """
+        if self._context is not None:
+            inputs = self._context.of_inputs(self.region, inputs)
         arrays = [_transposed(inputs[place], order) for place, order in self._operands]
         pairs = list(zip(arrays, self._dims, strict=True))
         end = self.whole * self.block
@@ -110,7 +120,10 @@ class KeyBlocks:
         ]
         run = jax.custom_vjp(lambda *args: self._forward(*args)[0])
         run.defvjp(self._forward_of_primals, self._backward, symbolic_zeros=True)
-        return run(constant, stacked, ends, beside)
+        results: list[Array] = run(constant, stacked, ends, beside)
+        if self._context is not None:
+            results = self._context.of_results(self.region, results)
+        return results
 
     # --- Forward --------------------------------------------------------------------------------
 
@@ -140,11 +153,21 @@ class KeyBlocks:
             start, rows = block
             return self._added(carry, _with(constant, rows), start, self.block), None
 
-        carry, _ = lax.scan(iteration, self._empty(), (self._starts(constant + stacked), stacked))
+        with self._scope():
+            xs = self._starts(constant + stacked), stacked
+            carry, _ = lax.scan(iteration, self._empty(), xs)
         if self.rest:
             carry = self._added(carry, _with(constant, ends), self.whole * self.block, self.rest)
         shift, sums = jax.tree.map(lambda x: checkpoint_name(x, STREAMED), carry)
         return self._finish(sums, shift, beside), (constant, stacked, ends, beside, shift, sums)
+
+    @property
+    def _goes_around(self) -> bool:
+        return self._context is not None and self._context.strategy == "ring"
+
+    def _scope(self) -> contextlib.AbstractContextManager[None]:
+        """Return the scope of the loop over blocks: whether these go around in a ring."""
+        return jax.named_scope(RING) if self._goes_around else contextlib.nullcontext()
 
     def _starts(self, arrays: Sequence[Any]) -> Array:
         """Return the first key of each whole block.
@@ -243,12 +266,14 @@ class KeyBlocks:
         name, shape = eqn.primitive.name, list(shape_of(eqn.outvars[0]))
         shape[dim] = size
         if name == "iota":
-            counts = lax.broadcasted_iota(out.aval.dtype, shape, eqn.params["dimension"])
-            return counts + jnp.asarray(start, counts.dtype) if (
-                eqn.params["dimension"] == dim
-            ) else counts  # fmt: skip
+            along = eqn.params["dimension"]
+            counts = lax.iota(out.aval.dtype, shape[along])
+            if along == dim:
+                counts = counts + jnp.asarray(start, counts.dtype)
+            return lax.broadcast_in_dim(self._own_places(out, counts, along), shape, (along,))
         if name == "random_bits":
-            return bits_of_block(eqn, arrays[0], start, size, dim)
+            split = functools.partial(self._own_places, out)
+            return bits_of_block(eqn, arrays[0], start, size, dim, split)
         changed: dict[str, Any] = {}
         if name == "dot_general":
             changed["dimension_numbers"] = self._numbers[id(eqn)]
@@ -257,6 +282,13 @@ class KeyBlocks:
         elif name == "reshape":
             changed["new_sizes"] = tuple(shape)
         return bind(eqn, arrays, **changed)[0]
+
+    def _own_places(self, var: Any, places: Array, dim: int) -> Array:
+        """Return the places along a dim of a value: where it is one of tokens, those of the tokens
+        that a device has. An array of all would be held by each."""
+        if self._context is None:
+            return places
+        return self._context.of_places(self.region, places, self.region.labels[var][dim])
 
     def _reduced(self, eqn: Any, arrays: Sequence[Array]) -> Array:
         """Apply a reduction, or a product that contracts the dim, to a block; sums are wide."""
@@ -385,8 +417,15 @@ class KeyBlocks:
             more, rows = of_block(block[0], self.block, block[1], perturbed[1])
             return _plus(carry, more), rows
 
+        if self._goes_around:
+            # Or a compiler would keep what the forward pass received for the backward pass.
+            known = [x for x in stacked if x is not None]
+            tied = iter(order_after(known, pick_dependency(cotangents)))
+            stacked = [None if x is None else next(tied) for x in stacked]
         totals = [None if x is None else jnp.zeros(x.shape, _wide(x.dtype)) for x in moved]
-        totals, of_stacked = lax.scan(iteration, totals, (self._starts(cotangents), stacked))
+        with self._scope():
+            xs = self._starts(cotangents), stacked
+            totals, of_stacked = lax.scan(iteration, totals, xs)
         of_ends: list[Any] = [None] * len(ends)
         if self.rest:
             more, of_ends = of_block(self.whole * self.block, self.rest, ends, perturbed[2])

@@ -12,6 +12,7 @@ random numbers: as easy as 1, 2, 3", https://doi.org/10.1145/2063384.2063405.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,12 +36,18 @@ def draws_apart(eqn: Any) -> bool:
 
 
 def bits_of_block(
-    eqn: Any, keys: Key[Array, "..."], start: Any, size: int, dim: int
+    eqn: Any,
+    keys: Key[Array, "..."],
+    start: Any,
+    size: int,
+    dim: int,
+    split: Callable[[Array, int], Array] = lambda places, _: places,
 ) -> UInt[Array, "..."]:
     """Return the bits that an equation draws, of the entries from `start` on along a dim.
 
     **Arguments:** `keys`, of any shape: each draws its own bits; `size`, the entries along `dim`,
-    which is a dim of the equation's result.
+    which is a dim of the equation's result; `split`, which takes the places along a dim, and splits
+    them over devices if it is a dim of tokens.
     """
     lead = keys.ndim
     whole = shape_of(eqn.outvars[0])[lead:]
@@ -50,6 +57,7 @@ def bits_of_block(
         place = jnp.arange(count, dtype=jnp.uint32)
         if lead + d == dim:
             place = place + jnp.asarray(start, jnp.uint32)
+        place = split(place, lead + d)
         place = place.reshape([count if d == other else 1 for other in range(len(shape))])
         high, low = _sum((high, low), _product(place, math.prod(whole[d + 1 :])))
     data = jax.random.key_data(keys).reshape(*keys.shape, *(1,) * len(shape), 2)

@@ -10,6 +10,7 @@ function is searched for such products, also in loops over layers, and evaluated
     a · b of two embeddings, with labels  nothing: a gather takes the keys apart; a warning says so
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,8 @@ from jax.extend.core import Literal
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.jaxpr.compat import PLAIN_CALLS, Scan, called_jaxpr, inner_jaxprs
+from plurax.jaxpr.compat import PLAIN_CALLS, Scan, called_jaxpr, inner_jaxprs, is_plain_call
+from plurax.jaxpr.context import Context, split_from_start
 from plurax.jaxpr.equal_dims import shape_of
 from plurax.jaxpr.follow_dim import Region, candidates, follow
 from plurax.jaxpr.forms import NotFollowedError
@@ -40,11 +42,26 @@ from plurax.jaxpr.key_blocks import KeyBlocks
 from plurax.user_frames import warn
 
 
-def streamed(fun: Callable[..., PyTree], block: int | None) -> Callable[..., PyTree]:
+@dataclasses.dataclass(frozen=True)
+class StreamOptions:
+    """The keys of a block, and how tokens are split over devices, if they are."""
+
+    size: int
+    context: Context | None
+
+    @property
+    def fewest(self) -> int:
+        """Attention to so many keys, or fewer, is left as it is."""
+        return self.size if self.context is None else 1
+
+
+def streamed(
+    fun: Callable[..., PyTree], block: int | None, context: Context | None = None
+) -> Callable[..., PyTree]:
     """Return the same function with attention in blocks of keys; apply it before differentiation.
 
     **Arguments:** `fun`, a function of trees of arrays, its first argument the parameters; `block`,
-    the keys of a block. None: `fun` is returned.
+    the keys of a block. None: `fun` is returned; `context`, over which devices tokens are split.
 
     Warns with `StreamWarning` of a product of activations with more keys that cannot be
     streamed, with the line of the equation that is at fault.
@@ -65,22 +82,26 @@ def streamed(fun: Callable[..., PyTree], block: int | None) -> Callable[..., PyT
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
         parameters = len(jax.tree.leaves(args[0]))
         of_rows = set(closed.jaxpr.invars[parameters:])
-        out = _evaluate(closed.jaxpr, closed.consts, leaves, of_rows, block)
+        out = _evaluate(closed.jaxpr, closed.consts, leaves, of_rows, StreamOptions(block, context))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
-    return in_blocks
+    return in_blocks if context is None else split_from_start(in_blocks)
 
 
 def _evaluate(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], of_rows: set[Any], block: int
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    of_rows: set[Any],
+    options: StreamOptions,
 ) -> list[Any]:
     """Evaluate a jaxpr, regions in blocks. `of_rows` are the inputs that depend on examples."""
-    flat = flat_equations(jaxpr.eqns, jaxpr.outvars, inline=_is_opened)
+    flat = flat_equations(jaxpr.eqns, jaxpr.outvars, inline=is_plain_call)
     reached = dependent(flat.eqns, of_rows)
-    regions = _regions(flat.eqns, flat.results, reached, block)
+    regions = _regions(flat.eqns, flat.results, reached, options)
     if not regions:  # as it is, but for what loops and calls hold
         reached = dependent(jaxpr.eqns, of_rows)
-        apply = functools.partial(_apply, of_rows=reached, block=block)
+        apply = functools.partial(_apply, of_rows=reached, options=options)
         return interpret(jaxpr, consts, args, default=apply)
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     values.update(flat.constants)
@@ -90,24 +111,19 @@ def _evaluate(
 
     for step in _in_order(flat.eqns, flat.results, regions):
         if isinstance(step, Region):
-            stream = KeyBlocks(step, block)
+            stream = KeyBlocks(step, options.size, options.context)
             inputs = [values[var] for var, _ in step.inputs]
             results = stream(inputs, [values[var] for var in stream.beside])
             values.update(zip(step.results, results, strict=True))
             continue
         inputs = [read(atom) for atom in step.invars]
         with equation_context(step):
-            outputs = _apply(step, inputs, reached, block)
+            outputs = _apply(step, inputs, reached, options)
         values.update(zip(step.outvars, outputs, strict=True))
     return [read(atom) for atom in flat.results]
 
 
-def _is_opened(eqn: Any) -> bool:
-    """Whether a call is evaluated in place: it has no derivative of its own."""
-    return eqn.primitive.name in PLAIN_CALLS
-
-
-def _apply(eqn: Any, inputs: list[Any], of_rows: set[Any], block: int) -> Sequence[Any]:
+def _apply(eqn: Any, inputs: list[Any], of_rows: set[Any], options: StreamOptions) -> Sequence[Any]:
     """Apply an equation; the bodies of loops over layers, and of `jax.checkpoint`, in blocks."""
     name = eqn.primitive.name
     opened = name in ("scan", "remat2") or name in PLAIN_CALLS
@@ -124,12 +140,12 @@ def _apply(eqn: Any, inputs: list[Any], of_rows: set[Any], block: int) -> Sequen
             rows.update(carry)
 
         def body(*args: Any) -> list[Any]:
-            return _evaluate(scan.body, scan.body_consts, args, rows, block)
+            return _evaluate(scan.body, scan.body_consts, args, rows, options)
 
         return scan.apply(body, inputs)
     jaxpr, values = called_jaxpr(eqn)
     rows = {var for var, flag in zip(jaxpr.invars, flags, strict=True) if flag}
-    again = functools.partial(_evaluate, jaxpr, values, of_rows=rows, block=block)
+    again = functools.partial(_evaluate, jaxpr, values, of_rows=rows, options=options)
     if name in PLAIN_CALLS:
         return again(inputs)
     kept = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
@@ -145,7 +161,7 @@ def _has_products(jaxpr: Any) -> bool:
 
 
 def _regions(
-    eqns: Sequence[Any], results: Sequence[Any], of_rows: set[Any], block: int
+    eqns: Sequence[Any], results: Sequence[Any], of_rows: set[Any], options: StreamOptions
 ) -> list[Region]:
     """Return what can be streamed, and warn of products that cannot be."""
     regions: list[Region] = []
@@ -159,8 +175,9 @@ def _regions(
             whole.update(eqn.outvars)
         if id(eqn) in taken or follows:
             continue
+        able: list[Region] = []
         for place, dim in dims:
-            if shape_of(eqn.invars[place])[dim] <= block:
+            if shape_of(eqn.invars[place])[dim] <= options.fewest:
                 continue
             try:
                 region = follow(eqns, results, index, place, dim)
@@ -168,13 +185,14 @@ def _regions(
                 refused.append(error)
                 continue
             if taken.isdisjoint(region.ids()):
-                regions.append(region)
-                taken |= region.ids()
-                break
-        else:
-            if refused:
-                _warn(eqn, refused[0])
-                whole.update(eqn.outvars)
+                able.append(region)
+        if able:
+            # That of the queries, which nothing sums before the loss, may be followed as well.
+            regions.append(min(able, key=lambda region: len(region.eqns)))
+            taken |= regions[-1].ids()
+        elif refused:
+            _warn(eqn, refused[0])
+            whole.update(eqn.outvars)
     return regions
 
 

@@ -19,10 +19,11 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from plurax import errors
+from plurax.jaxpr.annotate import OverContext
 from plurax.partition.values import ShardedValue, ValueVersions
 from plurax.sharding.annotations import Boundary, Named, Pinned, Split, Tag
 from plurax.sharding.axes import Axes
-from plurax.sharding.spec import TensorSharding
+from plurax.sharding.spec import REPLICAS, TensorSharding
 
 NameRule = Callable[[str, Sequence[int]], TensorSharding | None]
 
@@ -67,11 +68,30 @@ class AnnotationResolver:
             return self._with_zero(versions, self._with_rows(versions, pinned))
         if transposed:
             return self._back(versions, tag)
-        target = self._forward(versions, tag, batch)
+        if isinstance(tag, OverContext):
+            target = self._over_context(versions, tag, batch)
+        else:
+            target = self._forward(versions, tag, batch)
         if target is not None:
             # For the cotangent, which has the same tag.
             self._before[tag] = self._first(versions).sharding
         return target
+
+    def _over_context(
+        self, versions: ValueVersions, tag: OverContext, batch: tuple[int, ...]
+    ) -> TensorSharding | None:
+        """Return the sharding of a value with a dim over `context`; other axes stay.
+
+        None where the mesh has no `context`, or the shards would not divide the dim, and for a
+        parameter that is split otherwise: on what meets it, it is cut.
+        """
+        now = self._first(versions).sharding
+        if "context" not in self._axes.mesh or (versions.is_param and now.axes):
+            return None
+        target = TensorSharding(now.dims).without(["context"])
+        dim = [d for d in range(len(versions.shape)) if d not in batch][tag.dim]
+        target = target.with_dim(dim, ("context", *target.dims[dim]))
+        return None if target.indivisible_dims(versions.shape, self._axes.sizes) else target
 
     def _back(self, versions: ValueVersions, tag: Tag) -> TensorSharding | None:
         """Return the sharding for a cotangent: that of its value before the annotation.
@@ -123,12 +143,13 @@ class AnnotationResolver:
 
     def _with_zero(self, versions: ValueVersions, target: TensorSharding) -> TensorSharding:
         """Return the target of a parameter with the shards of ZeRO-3, until it is gathered."""
-        if not versions.is_param or "data" in target.axes:
+        if not versions.is_param or set(REPLICAS).intersection(target.axes):
             return target
         for dim, entry in enumerate(self._first(versions).sharding.dims):
-            if "data" in entry:
-                rest = tuple(axis for axis in entry if axis != "data")
-                both = entry if rest == target.dims[dim] else (*target.dims[dim], "data")
+            by_zero = [axis for axis in entry if axis in REPLICAS]
+            if by_zero:
+                rest = tuple(axis for axis in entry if axis not in by_zero)
+                both = entry if rest == target.dims[dim] else (*target.dims[dim], *by_zero)
                 kept = target.with_dim(dim, both)
                 fits = not kept.indivisible_dims(versions.shape, self._axes.sizes)
                 target = kept if fits else target

@@ -38,11 +38,11 @@ from jaxtyping import Array
 from plurax.jaxpr.barrier import order_after
 from plurax.jaxpr.compat import ANNOTATIONS, ELEMENTWISE, REMAT
 from plurax.partition.resharder import Resharder
-from plurax.partition.values import ShardedValue, ValueVersions, over_data
+from plurax.partition.values import ShardedValue, ValueVersions, split_by_zero
 from plurax.sharding.axes import Axes
 from plurax.sharding.in_turn import is_large
 from plurax.sharding.reshard import ReshardStep, moved, pad_dim
-from plurax.sharding.spec import TensorSharding
+from plurax.sharding.spec import REPLICAS, TensorSharding
 
 _LOCAL = ELEMENTWISE | {"annotate", "broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"}
 """Operations that can run on the shards of a parameter and leave it split."""
@@ -152,7 +152,7 @@ class Gathers:
             self._gathered[number, uses[0].var] = self._after[alone]
             return
         values = [here[use.var].value for use in uses]
-        goals = [value.sharding.without(["data"]) for value in values]
+        goals = [value.sharding.without(REPLICAS) for value in values]
         moved = together(self._resharder, values, goals, by=by)
         for use, value in zip(uses, moved, strict=True):
             self._gathered[number, use.var] = value
@@ -164,7 +164,7 @@ def _needs_gather(resharder: Resharder, versions: ValueVersions) -> bool:
     """Whether a variable is a parameter of which only shards over `data` exist."""
     if versions.deferred is not None or versions.data_varying:
         return False
-    if not all(over_data(value.sharding) for value in versions.values):
+    if not all(map(split_by_zero, versions.values)):
         return False  # a whole version exists already
     return resharder.context.of_parameters(versions.value)
 
@@ -316,7 +316,7 @@ def together(
         value = values[index]
         steps = resharder.context.steps(value, goals[index])
         # A path of several steps, or over other axes, runs on its own.
-        alone = len(steps) != 1 or steps[0].kind not in _FLAT or tuple(steps[0].axes) != ("data",)
+        alone = len(steps) != 1 or steps[0].kind not in _FLAT or not _is_over_replicas(steps[0])
         large = apart and bool(steps) and is_large(value.array)
         if alone:
             results[index] = resharder.move(_tied(resharder, value, by), goals[index])
@@ -326,9 +326,9 @@ def together(
             by = results[index].array if large else by
             continue
         # One buffer has one dtype and one collective.
-        groups.setdefault((steps[0].kind, value.dtype), []).append(index)
+        groups.setdefault((steps[0].kind, steps[0].axes, value.dtype), []).append(index)
         likes[index] = value.array.shape, steps[0].dim
-    for (kind, _), indices in groups.items():
+    for (kind, _, _), indices in groups.items():
         sizes = [_size(values[index]) for index in indices]
         limit = resharder.bucket_bytes
         if resharder.axes.platform == "tpu" and kind != "all-gather":
@@ -348,6 +348,11 @@ def together(
 SMALL_ON_TPU = 2**20
 """The bytes that share a reduction on TPUs: their compiler reduces a flat buffer whole, where it
 reduces a single tensor to shards."""
+
+
+def _is_over_replicas(step: ReshardStep) -> bool:
+    """Whether a step runs over the axes of ZeRO, in the order of the mesh."""
+    return step.axes == tuple(axis for axis in REPLICAS if axis in step.axes)
 
 
 def _size(value: ShardedValue) -> int:
@@ -403,8 +408,9 @@ def _all_gather(
         buffer = jnp.pad(buffer, (0, -buffer.size % TILE))
     if by is not None:
         (buffer,) = order_after([buffer], by)
-    rows = moved(lambda x: lax.all_gather(x, "data"), buffer, axes)
-    devices, arrays, first = axes.size(["data"]), [], 0
+    over = steps[0].axes
+    rows = moved(lambda x: lax.all_gather(x, over), buffer, axes)
+    devices, arrays, first = axes.size(over), [], 0
     for shard, spec, step in zip(shards, specs, steps, strict=True):
         shape, dim = shard.shape, step.dim
         assert dim is not None
@@ -431,7 +437,8 @@ def _reduce_scatter(
     Tensors (8, 3) and (20,) on 4 devices: rows (4, 6) and (4, 5), a buffer (4, 11), scattered to
     (11,), cut into the shards (2, 3) and (5,).
     """
-    devices, rows = axes.size(["data"]), []
+    over = steps[0].axes
+    devices, rows = axes.size(over), []
     for shard, step in zip(shards, steps, strict=True):
         dim = step.dim
         assert dim is not None
@@ -442,7 +449,7 @@ def _reduce_scatter(
     buffer = jnp.concatenate(rows, axis=1)
     if by is not None:
         (buffer,) = order_after([buffer], by)
-    flat = lax.psum_scatter(buffer, "data", scatter_dimension=0)
+    flat = lax.psum_scatter(buffer, over, scatter_dimension=0)
     arrays, first = [], 0
     for spec in specs:
         last = first + spec.array.size

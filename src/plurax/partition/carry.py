@@ -27,7 +27,7 @@ from jaxtyping import Array
 
 from plurax.partition.resharder import Resharder
 from plurax.partition.values import ShardedValue, ValueVersions
-from plurax.sharding.spec import TensorSharding
+from plurax.sharding.spec import REPLICAS, TensorSharding
 
 Kind = tuple[TensorSharding, bool, bool]
 
@@ -77,7 +77,7 @@ class Carry:
         if any(data_varying for _, data_varying, _ in kinds) or self._resharder.joint:
             return False
         once = sum(
-            self._resharder.context.cost(versions, kind[0].without(["data"]))
+            self._resharder.context.cost(versions, kind[0].without(REPLICAS))
             for versions, kind in zip(self._inputs, self.kinds, strict=True)
             if kind is not None
         )
@@ -87,7 +87,7 @@ class Carry:
         """Replicate all values over `data` at the start of each iteration."""
         for index, kind in enumerate(self.kinds):
             if kind is not None:
-                sharding = self._forced[index] = TensorSharding(kind[0].dims).without(["data"])
+                sharding = self._forced[index] = TensorSharding(kind[0].dims).without(REPLICAS)
                 self.kinds[index] = (sharding, *kind[1:])
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:

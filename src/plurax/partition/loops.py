@@ -29,8 +29,9 @@ from jaxtyping import Array
 from plurax.jaxpr.compat import Scan, open_jaxpr
 from plurax.partition.buckets import computed_at
 from plurax.partition.carry import Carry
+from plurax.partition.ring import AXIS, PLACED, Ring, goes_around, kind_of_stack
 from plurax.partition.values import ShardedValue, ValueVersions
-from plurax.sharding.spec import TensorSharding
+from plurax.sharding.spec import REPLICAS, TensorSharding
 
 
 class Loop:
@@ -39,6 +40,8 @@ class Loop:
     In an optimizer's loop, such as Newton-Schulz steps that make a matrix orthogonal, each
     iteration may gather over `data` (ZeRO). Where one gather before the loop sends less, the carry
     is replicated over `data` first.
+
+    Where blocks of keys go around in a ring (see `ring.py`), the iterations are split over devices.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Loop:
         self.partitioner, self.eqn = partitioner, eqn
         self.scan = Scan.of(eqn)
         self.length, self.carried = self.scan.length, self.scan.num_carry
+        self.in_ring = goes_around(partitioner, eqn, inputs)
         self.consts, carry, xs = self.scan.split(inputs)
         self.carry = Carry(partitioner, self.scan.split(self.scan.body.invars)[1], carry)
         self.xs = [self._unstacked(versions) for versions in xs]
@@ -63,9 +67,10 @@ class Loop:
         self.found: list[ShardedValue] = []
 
     def _unstacked(self, versions: ValueVersions) -> ShardedValue:
-        """Return a stacked input with its leading dim replicated, so that a scan can take rows."""
+        """Return a stacked input with its leading dim replicated, so that a scan can take rows, or
+        in a ring with each device's own."""
         value: ShardedValue = self.partitioner.reduced(versions)
-        if value.sharding.dims[0]:
+        if value.sharding.dims[0] and not (self.in_ring and value.sharding.dims[0] == (AXIS,)):
             value = self.partitioner.reshard(versions, value.sharding.with_dim(0, ()))
         return value
 
@@ -79,7 +84,8 @@ class Loop:
                 self._iteration(self.carry.shapes(), rows)
             if self.carry.learn(self.found[: self.carried]):
                 # `sent` is that of one iteration, and the alternative is sent once.
-                sent = sum(record.bytes_sent for record in records if "data" in record.axes)
+                gathers = [one for one in records if set(REPLICAS).intersection(one.axes)]
+                sent = sum(record.bytes_sent for record in gathers)
                 if replicated or not self.carry.is_gather_cheaper(sent * self.length):
                     return
                 self.carry.replicate_over_data()
@@ -93,13 +99,24 @@ class Loop:
     def run(self, start: list[Array]) -> list[ValueVersions]:
         """Run the loop and return the final carry and the stacked outputs."""
         rows = [value.array for value in self.xs]
-        arrays = self.partitioner.executor.scan(self.scan, self._iteration, start, rows)
+        kinds = [kind_of_stack(value.sharding) for value in self.found[self.carried :]]
+        if self.in_ring:
+            around = [value.sharding.dims[0] == (AXIS,) for value in self.xs]
+            ring = Ring(self.partitioner, self.scan, self._iteration, around, kinds)
+            arrays = ring.run(start, rows)
+        else:
+            with self.partitioner.repeated(self.length):
+                arrays = self.partitioner.executor.scan(self.scan, self._iteration, start, rows)
         results = []
-        for var, array, value in zip(self.eqn.outvars, arrays, self.found, strict=True):
+        kinds = [*[""] * self.carried, *kinds]
+        for var, array, value, kind in zip(
+            self.eqn.outvars, arrays, self.found, kinds, strict=True
+        ):
             sharding, data_varying, is_param = value.kind
             # A stacked output has one leading dim more than the row that the body returned.
             if len(sharding.dims) < len(var.aval.shape):
-                sharding = TensorSharding(((), *sharding.dims), sharding.partial)
+                over = (AXIS,) if self.in_ring and kind != PLACED else ()
+                sharding = TensorSharding((over, *sharding.dims), sharding.partial - {*over})
             results.append(
                 ValueVersions(
                     ShardedValue(array, tuple(var.aval.shape), sharding, data_varying, is_param)

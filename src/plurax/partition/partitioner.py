@@ -43,6 +43,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from plurax import errors
+from plurax.jaxpr.annotate import OverContext
 from plurax.jaxpr.barrier import order_after_cotangent, pick_dependency
 from plurax.jaxpr.compat import ANNOTATIONS, REMAT, called_jaxpr, is_recomputed, open_jaxpr
 from plurax.jaxpr.interpret import flat_equations, holds, needed, source_line
@@ -63,11 +64,12 @@ from plurax.partition.values import (
     ShardedValue,
     ValueVersions,
     is_sharded_value,
-    over_data,
+    split_by_zero,
+    zero_axes,
 )
 from plurax.sharding.annotations import Pinned
 from plurax.sharding.axes import Axes
-from plurax.sharding.spec import TensorSharding
+from plurax.sharding.spec import REPLICAS, TensorSharding
 
 
 @final
@@ -226,9 +228,12 @@ class Partitioner(Resharder):
             target = self._annotations.of(eqn, inputs[0])
             if target is None:
                 return [inputs[0]]
+            tag, value = eqn.params.get("tag"), self.reshard(inputs[0], target)
+            if isinstance(tag, OverContext):
+                # Places of tokens, too: what is computed from them is no parameter to be gathered.
+                value = dataclasses.replace(value, is_param=False)
             # A reader that finds all its operands pinned takes them as they are given.
-            pinned = isinstance(eqn.params.get("tag"), Pinned)
-            return [ValueVersions(self.reshard(inputs[0], target), pinned=pinned)]
+            return [ValueVersions(value, pinned=isinstance(tag, Pinned))]
         ready = [None if isinstance(v, Literal) else gathered.get(v) for v in eqn.invars]
         if name == "shard_map":
             return self._by_hand(eqn, self.together(eqn, inputs, ready))
@@ -259,7 +264,7 @@ class Partitioner(Resharder):
         for atom, versions, whole in zip(eqn.invars, inputs, ready, strict=True):
             versions = ValueVersions(whole) if whole is not None else versions
             versions = versions if self._may_stay_split(versions) else self._without_data(versions)
-            stays = versions.deferred is not None or not over_data(versions.value.sharding)
+            stays = versions.deferred is not None or not split_by_zero(versions.value)
             if not (stays or self._may_stay_split(versions)):
                 versions = ValueVersions(self._gathered(atom, versions.value, after))
             results.append(versions)
@@ -270,12 +275,12 @@ class Partitioner(Resharder):
     ) -> ShardedValue:
         """Return a value that is split over `data`, gathered after a value of the batch."""
         if after is None:
-            return self.move(value, value.sharding.without(["data"]))
+            return self.move(value, value.sharding.without(zero_axes(value)))
         met, by = after
         if (atom, met) not in self._met:
             # The order is on the shard: the gather itself then cannot run earlier.
             (value,) = self.order_after([value], by)
-            self._met[atom, met] = self.move(value, value.sharding.without(["data"]))
+            self._met[atom, met] = self.move(value, value.sharding.without(zero_axes(value)))
         return self._met[atom, met]
 
     def _may_stay_split(self, versions: ValueVersions) -> bool:
@@ -284,7 +289,7 @@ class Partitioner(Resharder):
 
     def _without_data(self, versions: ValueVersions) -> ValueVersions:
         """Drop the versions that are split over `data`, if any other version exists."""
-        kept = [value for value in versions.values if not over_data(value.sharding)]
+        kept = [value for value in versions.values if not split_by_zero(value)]
         if not kept or len(kept) == len(versions.values):
             return versions
         other = ValueVersions(kept[0])
@@ -338,8 +343,7 @@ class Partitioner(Resharder):
         loop.settle()
         with self.needed_by(eqn):
             start = loop.start()
-        with self.repeated(loop.length):
-            return loop.run(start)
+        return loop.run(start)
 
     def finish(
         self,
@@ -364,7 +368,7 @@ class Partitioner(Resharder):
     def _term(self, versions: ValueVersions, target: TensorSharding) -> ShardedValue:
         """Return the version to reshard; a data-varying value becomes partial over `data`."""
         if versions.deferred is not None:
-            self.create(versions, target.without(["data"]))
+            self.create(versions, target.without(REPLICAS))
         value = versions.value
         if value.data_varying and (self.sums or "data" in target.axes):
             # Each device has the gradient of its own rows: together they are a partial sum.
@@ -376,7 +380,7 @@ class Partitioner(Resharder):
 
     def row_goal(self, goal: TensorSharding | None) -> TensorSharding | None:
         """Return the goal of a stacked result's rows, if each row can be reduced alone."""
-        if goal is None or not (self.sums or "data" in goal.axes):
+        if goal is None or not (self.sums or set(REPLICAS).intersection(goal.axes)):
             return None
         if not goal.dims or goal.dims[0]:
             return None
@@ -452,7 +456,7 @@ def partition(
     for versions, goal in zip(results, goals, strict=True):
         # A deferred value must be created in some sharding, and its goal is the best.
         if goal is not None and versions.deferred and not tight:
-            partitioner.create(versions, goal.without(["data"]))
+            partitioner.create(versions, goal.without(REPLICAS))
     if not tight:
         goals = [None] * len(goals)
     order = computed_at(closed.jaxpr.eqns, closed.jaxpr.outvars)

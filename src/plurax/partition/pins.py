@@ -26,8 +26,9 @@ from jax.extend.core.primitives import closed_call_p
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.jaxpr.annotate import annotate_p
 from plurax.jaxpr.compat import INLINED, REMAT, Scan, call_operands, called_jaxpr, open_jaxpr
-from plurax.sharding.annotations import Pinned, annotate_p
+from plurax.sharding.annotations import Pinned
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import Entries, Strategies, Strategy, axes_of
 

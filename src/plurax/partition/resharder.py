@@ -38,7 +38,7 @@ from plurax.partition.values import (
 from plurax.sharding.axes import Axes
 from plurax.sharding.reduce_dtype import SumRounding
 from plurax.sharding.reshard import ReshardStep, apply_moves
-from plurax.sharding.spec import TensorSharding
+from plurax.sharding.spec import REPLICAS, TensorSharding
 
 
 class Resharder:
@@ -178,7 +178,7 @@ class Resharder:
 
     def rounded_to_send(self, value: ShardedValue, target: TensorSharding) -> ShardedValue:
         """Return a gradient as it is sent, rounded if its reshard adds it up over `data`."""
-        adds_up = "data" in value.sharding.partial - target.partial
+        adds_up = not (value.sharding.partial - target.partial).isdisjoint(REPLICAS)
         if not (adds_up and self.rounding.rounds(value.dtype)):
             return value
         return self._apply(self.rounding.term, value)
@@ -228,6 +228,11 @@ class Resharder:
         first, axes = steps[0], self.axes.mesh_axes(steps[0].axes)
         size, bytes_sent = sum(step.bytes for step in steps), sum(step.bytes_sent for step in steps)
         self._record(first.kind, axes, size, bytes_sent)
+
+    def record_permute(self, axis: str, shard: Any) -> None:
+        """Record that a device sends a shard to another along an axis."""
+        size = shard.size * shard.dtype.itemsize
+        self._record("collective-permute", (axis,), size, size)
 
     def _record(
         self, kind: str, axes: tuple[str, ...], size: int, bytes_sent: float, operation: str = ""

@@ -20,7 +20,7 @@ from plurax.partition.values import (
 from plurax.sharding.annotations import Pinned
 from plurax.sharding.axes import Axes
 from plurax.sharding.reshard import ReshardStep, plan_reshard, wire_bytes
-from plurax.sharding.spec import TensorSharding
+from plurax.sharding.spec import REPLICAS, TensorSharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +102,9 @@ class RuleContext:
         return self.axes.expanded(TensorSharding(tuple(dims)))
 
     def of_parameters(self, value: ShardedValue) -> bool:
-        """Whether a value is split over `data` and must be gathered to meet the batch."""
-        return "data" in value.sharding.axes and (value.is_param or not self.joint)
+        """Whether a value is split as ZeRO does, and must be gathered to meet the batch."""
+        by_zero = value.is_param and not set(REPLICAS).isdisjoint(value.sharding.axes)
+        return by_zero or ("data" in value.sharding.axes and not self.joint)
 
     def steps(self, value: ShardedValue, target: TensorSharding) -> list[ReshardStep]:
         """Return the steps that reshard a value."""

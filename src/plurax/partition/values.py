@@ -25,7 +25,7 @@ import jax
 from jaxtyping import Array
 
 from plurax.jaxpr.product_dims import ProductDims
-from plurax.sharding.spec import TensorSharding
+from plurax.sharding.spec import REPLICAS, TensorSharding
 
 
 @functools.partial(
@@ -124,6 +124,19 @@ Output = ShardedValue | DeferredValue
 def over_data(sharding: TensorSharding) -> bool:
     """Whether a dim is split over `data`, or the value is a partial sum over it."""
     return "data" in sharding.axes or "data" in sharding.partial
+
+
+def zero_axes(value: ShardedValue) -> tuple[str, ...]:
+    """Return the axes over which a value is gathered to meet the batch.
+
+    ZeRO splits parameters over both; a value of the batch has its own tokens on `context`.
+    """
+    return REPLICAS if value.is_param else ("data",)
+
+
+def split_by_zero(value: ShardedValue) -> bool:
+    """Whether a dim is split over `zero_axes`, or the value is a partial sum over them."""
+    return not {*value.sharding.axes, *value.sharding.partial}.isdisjoint(zero_axes(value))
 
 
 def is_sharded_value(node: Any) -> bool:

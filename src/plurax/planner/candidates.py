@@ -251,13 +251,14 @@ def _every_sizes(
     def choices(field: str, every: Sequence[Any]) -> Sequence[Any]:
         return [pins[field]] if field in pins else every
 
-    most = devices // pinned.member
+    most = devices // (pinned.member * pinned.context)
     counts = sorted({*_divisors(most), *(n for n in used_devices(machine) if n <= most)})
     meshes = (mesh for used in counts for mesh in _meshes(used))
     for data, pipeline, tensor in meshes:
         if any(pins.get(k, n) != n for k, n in zip(_SIZES, (data, pipeline, tensor), strict=True)):
             continue
-        if pipeline > model.layers:
+        # Strategies of equations know no tokens that are split.
+        if pipeline > model.layers or (tensor > 1 and pinned.context > 1 and "tensor" not in pins):
             continue
         every = _all_microbatches(model, machine, data, pipeline, tensor)
         for microbatches in choices("microbatches", every):
@@ -268,7 +269,7 @@ def _every_sizes(
                 continue
             schedules = [*_schedules(pipeline, microbatches, model.layers, pinned, fields)]
             for zero, remat, (schedule, stages) in itertools.product(
-                choices("zero", tuple(REDUCTION) if data > 1 else (0,)),
+                choices("zero", tuple(REDUCTION) if data * pinned.context > 1 else (0,)),
                 choices("remat", tuple(model.totals)),
                 schedules,
             ):
@@ -388,19 +389,20 @@ class _Bounds:
         return (self._seconds(sizes) if memory <= self._limit else math.inf), memory
 
     def _memory(self, sizes: Sizes) -> float:
-        model, shards = self._model, sizes.tensor * sizes.pipeline
+        model, shards, context = self._model, sizes.tensor * sizes.pipeline, self._pinned.context
         # A pipeline keeps as many microbatches as it has stages, each of one stage.
-        kept = model.totals[sizes.remat].kept / sizes.parts / shards
+        kept = model.totals[sizes.remat].kept / sizes.parts / (shards * context)
         known = named(sizes.schedule)
         every = known is not None and known.stores_all
         most = sizes.most_microbatches
         kept *= most if every else min(sizes.pipeline, most)
-        return self._held(shards, sizes.data, sizes.zero) + kept
+        return self._held(shards, sizes.data * context, sizes.zero) + kept
 
     def _seconds(self, sizes: Sizes) -> float:
-        model, machine, data = self._model, self._machine, sizes.data
+        model, machine, context = self._model, self._machine, self._pinned.context
+        data = sizes.data * context  # devices over which gradients are reduced
         totals, shards = model.totals[sizes.remat], sizes.tensor * sizes.pipeline
-        seconds = self._computing(sizes) / shards
+        seconds = self._computing(sizes) / (shards * context)
         starts = machine.start_seconds * totals.products
         seconds += starts * sizes.most_microbatches / sizes.pipeline
         seconds *= _waiting(sizes, totals, model.layers)

@@ -22,6 +22,7 @@ computer is. A plan that may not fit comes later than its seconds say, and one o
 alike is estimated a little earlier; an estimate corrects those alike.
 """
 
+import contextlib
 import dataclasses
 import functools
 import heapq
@@ -136,7 +137,7 @@ def search(
             refusal, in_vain = refusal or error, in_vain + effort.spent
     if not results and "stream" not in fields and members is None:
         # To look at both for every model would take twice the evaluations.
-        results = _with_attention_in_blocks(machine, wanted, all_effort.again())
+        results = _with_attention_in_blocks(machine, wanted, all_effort)
     if not results:
         assert refusal is not None
         raise refusal
@@ -151,15 +152,31 @@ def search(
 
 
 def _with_attention_in_blocks(machine: Machine, wanted: "_Wanted", effort: Effort) -> list[Found]:
-    """Search plans whose attention is in blocks, if the task has any."""
+    """Search plans whose attention is in blocks, if the task has any; where none of these fits
+    either, with tokens over the fewest devices with which some do, their keys in a ring."""
     if not has_attention(wanted.task, wanted.batch, STREAM):
         return []
     pinned = dataclasses.replace(wanted.pinned, stream=STREAM)
     wanted = dataclasses.replace(wanted, pinned=pinned, fields=[*wanted.fields, "stream"])
-    try:
-        return [_search_on(machine, wanted, effort)]
-    except errors.PlanError:
-        return []
+    choices = [wanted]
+    if not {"context", "context_strategy"}.intersection(wanted.fields):
+        for count in _doublings(machine.devices):
+            split = dataclasses.replace(pinned, context=count, context_strategy="ring")
+            fields = [*wanted.fields, "context", "context_strategy"]
+            choices.append(dataclasses.replace(wanted, pinned=split, fields=fields))
+    for choice in choices:
+        with contextlib.suppress(errors.PlanError):
+            return [_search_on(machine, choice, effort.again())]
+    return []
+
+
+def _doublings(devices: int) -> list[int]:
+    """Return the powers of two, from two on, that divide the devices.
+
+    >>> _doublings(24)
+    [2, 4, 8]
+    """
+    return [2**n for n in range(1, devices.bit_length()) if devices % 2**n == 0]
 
 
 @dataclasses.dataclass(frozen=True)

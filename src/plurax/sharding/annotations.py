@@ -20,12 +20,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, PyTree
 
 from plurax import errors
 from plurax.argument_check import text
+from plurax.jaxpr.annotate import OverContext, annotate_p
 from plurax.jaxpr.interpret import all_equations
 from plurax.sharding.factors import factors
 from plurax.sharding.spec import TensorSharding
@@ -69,32 +68,7 @@ class Boundary:
     """
 
 
-Tag = Named | Split | Pinned | Boundary
-
-# The identity. `batch`: the dims that vmap added. `transposed`: whether the value is a cotangent.
-annotate_p = Primitive("annotate")
-annotate_p.def_impl(lambda x, **_: x)
-annotate_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(annotate_p, lambda context, x, **_: [x])
-
-
-def _transpose(
-    cotangent: Any, x: Any, *, tag: Tag, batch: tuple[int, ...], transposed: bool
-) -> list[Any]:
-    """Annotate the cotangent; a second transposition gives a forward annotation again."""
-    return [annotate_p.bind(cotangent, tag=tag, batch=batch, transposed=not transposed)]
-
-
-def _batched(args: Any, dims: Any, *, tag: Tag, batch: tuple[int, ...], transposed: bool) -> Any:
-    """Annotate a batched value, and add the new dim to `batch`, whose later dims shift by one."""
-    # Dims at or behind the new one move back by one.
-    (x,), (dim,) = args, dims
-    batch = tuple(sorted({dim, *(b + (b >= dim) for b in batch)}))
-    return annotate_p.bind(x, tag=tag, batch=batch, transposed=transposed), dim
-
-
-ad.deflinear2(annotate_p, _transpose)
-batching.primitive_batchers[annotate_p] = _batched
+Tag = Named | Split | Pinned | OverContext | Boundary
 
 
 def name(x: PyTree, text: str) -> PyTree:

@@ -191,7 +191,8 @@ def _sums(
 ) -> Iterator[ReshardStep]:
     """Yield the steps that reduce a partial sum: to every device, or to the shards of a dim."""
     sizes = axes.sizes
-    for summed in _subsets(sorted(here.partial - target.partial)):
+    # In the order of the mesh, in which a dim is split over several.
+    for summed in _subsets([axis for axis in sizes if axis in here.partial - target.partial]):
         # One collective cannot span parts of two mesh axes; a path reduces them one by one.
         if not axes.together(summed):
             continue

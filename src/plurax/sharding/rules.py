@@ -16,6 +16,7 @@ parameter it belongs to, which is found by comparing paths and shapes.
 """
 
 import fnmatch
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from jaxtyping import PyTree
 
 from plurax import errors, tree
 from plurax.plan import Plan
-from plurax.sharding.spec import AxisSizes, TensorSharding
+from plurax.sharding.spec import REPLICAS, AxisSizes, TensorSharding
 
 
 class Rules:
@@ -104,34 +105,40 @@ def parameter_shardings(rules: Rules, params: PyTree) -> PyTree:
 def zero_sharding(
     shape: Sequence[int], sharding: TensorSharding, plan: Plan, *, stacked: bool = False
 ) -> TensorSharding:
-    """Return a parameter's sharding with `data` added to one dim, for ZeRO.
+    """Return a parameter's sharding with `data` and `context` added to one dim, for ZeRO.
 
-    The largest dim that `plan.data` divides is split. If there is none, and below ZeRO-3, a dim
-    split over `tensor` is split once more. Else the dim that needs the least padding is split.
+    The largest dim that their devices divide is split. If there is none, and below ZeRO-3, a dim
+    split over `tensor` is split once more. Where neither goes over both axes, one does, the larger
+    first; else the dim that needs the least padding is split over it.
     Scalars and empty tensors stay as they are. With `stacked` layers, the leading dim is never
     split.
     """
-    n = plan.data
-    if n == 1 or 0 in shape:
+    axes = {axis: plan.axes[axis] for axis in REPLICAS if plan.axes[axis] > 1}
+    if not axes or 0 in shape:
         return sharding
     free = [
         dim
         for dim in range(1 if stacked else 0, len(shape))
         if not sharding.dims[dim] and shape[dim] > 1
     ]
+    alone = sorted(((axis,) for axis in axes), key=lambda over: -axes[over[0]])
+    choices = [tuple(axes), *alone] if len(axes) > 1 else alone
     # Prefer the dims that need no padding.
-    even = [dim for dim in free if shape[dim] % n == 0]
-    if even:
-        return sharding.with_dim(max(even, key=lambda dim: (shape[dim], dim)), ("data",))
-    if plan.zero < 3:
+    for over in choices:
+        n = math.prod(axes[axis] for axis in over)
+        even = [dim for dim in free if shape[dim] % n == 0]
+        if even:
+            return sharding.with_dim(max(even, key=lambda dim: (shape[dim], dim)), over)
         # Below ZeRO-3 a dim may be split over both axes: each shard over `tensor` is cut again.
-        for dim, entry in enumerate(sharding.dims):
+        for dim, entry in enumerate(sharding.dims if plan.zero < 3 else ()):
             if entry == ("tensor",) and shape[dim] % (n * plan.tensor) == 0:
-                return sharding.with_dim(dim, (*entry, "data"))
+                return sharding.with_dim(dim, (*entry, *over))
     if not free:
         return sharding
+    # A dim that is split over several axes cannot be padded.
+    n = axes[alone[0][0]]
     filled = {dim: -(-shape[dim] // n) * n / shape[dim] for dim in free}
-    return sharding.with_dim(min(free, key=lambda dim: filled[dim]), ("data",))
+    return sharding.with_dim(min(free, key=lambda dim: filled[dim]), alone[0])
 
 
 def padded_shape(

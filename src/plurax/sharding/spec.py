@@ -13,6 +13,10 @@ from plurax.argument_check import text
 AxisSizes = Mapping[str, int]
 Dims = tuple[tuple[str, ...], ...]
 
+REPLICAS = ("data", "context")
+"""The mesh axes over which devices have equal parameters, of other rows or other tokens; ZeRO
+splits parameters, gradients and the optimizer's state over both."""
+
 MOST_DIMS = 1000
 """The largest number of dims of a tensor; NumPy knows 64."""
 

@@ -13,6 +13,7 @@ from plurax.execute.backends.pipelined import PipelinedBackend
 from plurax.execute.backends.replicated import ReplicatedBackend
 from plurax.execute.backends.sharded import ShardedBackend
 from plurax.execute.streamed_task import streamed_task
+from plurax.jaxpr.context import Context
 from plurax.mesh import platform_of
 from plurax.plan import Plan
 from plurax.task import Task
@@ -38,7 +39,8 @@ def make_backend(
             "every microbatch, and these have different numbers of them. Give one number for all: "
             f"microbatches={plan.most_microbatches}."
         )
-    task = streamed_task(task, plan.stream)
+    context = Context(plan.context, plan.context_strategy) if plan.context > 1 else None
+    task = streamed_task(task, plan.stream, context)
     if not needs_partitioner(task, plan):
         # A plan that splits only the batch runs the task's functions unchanged: XLA may fuse them.
         return ReplicatedBackend(task, optimizer, plan, platform=platform_of(mesh))

@@ -55,6 +55,7 @@ from plurax.execute.totals import (
     uneven_totals,
 )
 from plurax.freezing import trained
+from plurax.jaxpr.annotate import OverContext
 from plurax.jaxpr.interpret import holds
 from plurax.mesh import platform_of, within
 from plurax.partition.partitioner import Partitioner, partition
@@ -70,7 +71,7 @@ from plurax.sharding.annotations import (
 )
 from plurax.sharding.axes import Axes
 from plurax.sharding.rules import Rules, is_sharding
-from plurax.sharding.spec import TensorSharding
+from plurax.sharding.spec import REPLICAS, TensorSharding
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.user_frames import warn
@@ -137,6 +138,14 @@ class ShardedBackend(Backend):
                 f"the model for an operator. Or use data={plan.tensor}, which splits the batch and "
                 "needs no rules. Parameters: "
                 f"{', '.join(paths) or 'none'}. Named activations: {', '.join(names) or 'none'}."
+            )
+        if plan.context > 1 and not any(isinstance(tag, OverContext) for tag in tags):
+            raise errors.PlanError(
+                f"Plan(context={plan.context}): no attention was found whose queries and keys "
+                f"{plan.context} devices divide, so no tokens are split, and all devices would do "
+                "the same work. Attention is a product of two activations that is summed over its "
+                f"keys; its tokens must be a multiple of {plan.context}. Or use "
+                f"data={plan.context}, which splits the batch."
             )
         parts = parts_of_tensor(tags, sizes.get("tensor", 1))
         runs: dict[str, Any] = {"permutes": plan.pipeline == 1, "platform": platform_of(mesh)}
@@ -313,14 +322,14 @@ class ShardedBackend(Backend):
         )
         self.warn_of_gathers(partitioner.records)
         # `warn_of_gathers` has reported all gathers over `data` already.
-        self.warn_of([one for one in partitioner.records if "data" not in one.axes])
+        self.warn_of([one for one in partitioner.records if not _over_replicas(one)])
         return _arrays(values)
 
     def warn_of_gathers(self, records: Sequence[Collective]) -> None:
         """Warn once of the sharded tensors that the update gathers, with their bytes."""
         sizes: dict[str, int] = {}
         for one in records:
-            if one.operation and one.kind in _GATHERS and "data" in one.axes:
+            if one.operation and one.kind in _GATHERS and _over_replicas(one):
                 sizes[one.operation] = sizes.get(one.operation, 0) + one.bytes * (one.trips or 1)
         if self.plan.zero and sizes and "update" not in self._warned:
             self._warned.add("update")
@@ -404,8 +413,13 @@ class ShardedBackend(Backend):
         )
 
 
-_AXES = ("data", "pipeline", "tensor")
+_AXES = ("data", "pipeline", "context", "tensor")
 _GATHERS = ("all-gather", "all-to-all")
+
+
+def _over_replicas(one: Collective) -> bool:
+    """Whether a collective runs over axes that ZeRO splits parameters over."""
+    return not set(REPLICAS).isdisjoint(one.axes)
 
 
 def _whole(arrays: PyTree, *, data_varying: bool = False) -> PyTree:

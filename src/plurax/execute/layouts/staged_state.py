@@ -21,6 +21,7 @@ on stage 1, all float32; `Staged` on each device, and as global arrays:
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,7 +50,9 @@ ON_ALL = -1
 NO_GRADIENT = -2
 """The entry in `homes` of the gradient of a frozen parameter, which no device has."""
 
-EVERYWHERE = P(("data", "pipeline", "tensor"))
+_SPLIT = ("data", "pipeline", "context", "tensor")
+
+EVERYWHERE = P(_SPLIT)
 """The `PartitionSpec` of buffers that differ on every device."""
 
 
@@ -268,7 +271,7 @@ class StagedState(StateLayout):
         whole = self.inner.abstract(mesh)
 
         def staged(homes: StagePlacement, tree: PyTree) -> Staged:
-            ways = mesh.shape["data"] * mesh.shape["pipeline"] * mesh.shape["tensor"]
+            ways = math.prod(mesh.shape[axis] for axis in _SPLIT)
             common, _ = homes.split(tree)
             stage_buffers = {
                 name: jax.ShapeDtypeStruct(

@@ -27,7 +27,7 @@ from plurax.partition.operators.common import by_default as by_default
 # `sharding/factors.py` (dims kept apart), `trace/work.py`, `trace/liveness.py` (reads all, writes
 # anew), the compilers' rules beside them (a kernel of its own).
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE, elementwise.elementwise),
+    **dict.fromkeys([*ELEMENTWISE, "threefry2x32"], elementwise.elementwise),
     **dict.fromkeys(REDUCTIONS, elementwise.reduction),
     **dict.fromkeys(
         ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], shape_ops.single_dim_rule("axis")

@@ -30,7 +30,7 @@ from plurax.partition.operators.common import decided, local_shape, result, thro
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import Decision, DeferredValue, Operand, ValueVersions
 from plurax.sharding.axes import Axes
-from plurax.sharding.spec import TensorSharding
+from plurax.sharding.spec import REPLICAS, TensorSharding
 
 Entry = tuple[str, ...]
 
@@ -288,7 +288,7 @@ def _rows_added(
     table_dims = _dims_of_table(context, table, roles, wanted)
     # Rows of the batch are added on each device; over `data` the result is reduced later.
     if any(one.data_varying for one in inputs):
-        table_dims = tuple(tuple(a for a in entry if a != "data") for entry in table_dims)
+        table_dims = tuple(tuple(a for a in entry if a not in REPLICAS) for entry in table_dims)
     used = {axis for entry in table_dims for axis in entry}
     index_dim_of = {row_dim: dim for dim, row_dim in roles.rows_of.items()}
     # Deferred rows can be created in any sharding.

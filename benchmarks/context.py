@@ -1,0 +1,367 @@
+"""Tokens over devices beside the same written by hand, and beside XLA's partitioner.
+
+    python -m benchmarks.context                          # 8 virtual CPU devices
+    python -m benchmarks.context 8xH100 v5e:2x4           # compiled for machines that are not here
+
+A causal transformer of two layers on one sequence, rematerialized layer by layer, one step of SGD:
+
+    ring, gather, heads             `Plan(context=8, context_strategy=..., stream=512)`, from
+                                    attention as equations
+    ring, gather, heads by hand     `jax.shard_map`, with the loops of FlashAttention-2 on blocks
+    XLA's partitioner               attention as equations in `jax.jit`, tokens split by sharding
+
+Seconds are processor seconds, medians of steps in turns; bytes are what each device receives, read
+from the compiled program; the error is the largest of the new weights, beside one device as
+written, by the largest weight.
+
+Sources: Liu et al. 2023, "Ring Attention", https://arxiv.org/abs/2310.01889; Jacobs et al. 2023,
+"DeepSpeed Ulysses", https://arxiv.org/abs/2309.14509.
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import plurax as px
+from benchmarks.long_context import WIDTH, as_written, task_of, transformer_layer
+from plurax.hlo.compiled_collectives import collectives
+from plurax.hlo.memory import memory
+
+DEVICES, HEADS, BLOCK, RATE = 8, 8, 512, 1e-3
+HERE = (2048,)
+ELSEWHERE = (8192, 32768, 131072)
+ROUNDS = 5
+STRATEGIES = ("ring", "gather", "heads")
+
+# --- By hand --------------------------------------------------------------------------------------
+# Arrays are (B, N, T, H); a carry is the maximum and the sum of weights (B, N, T), and the output.
+
+
+def _scores(q: Any, k: Any, first_query: Any, first_key: Any) -> Any:
+    scores = jnp.einsum("bnth,bnsh->bnts", q, k) / np.sqrt(q.shape[-1])
+    rows = first_query + jnp.arange(q.shape[2])[:, None]
+    return jnp.where(first_key + jnp.arange(k.shape[2])[None] <= rows, scores, -1e30)
+
+
+def _blocks(x: Any) -> Any:
+    b, n, s, h = x.shape
+    block = min(BLOCK, s)
+    return jnp.moveaxis(x.reshape(b, n, s // block, block, h), 2, 0)
+
+
+def _empty(q: Any) -> Any:
+    rows = q.shape[:3]
+    return jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros(q.shape)
+
+
+def _add_keys(carry: Any, q: Any, k: Any, v: Any, first_query: Any, first_key: Any) -> Any:
+    """Add keys to the maximum and the sums of queries, block by block."""
+
+    def add(carry: Any, block: Any) -> Any:
+        top, total, out = carry
+        k, v, start = block
+        scores = _scores(q, k, first_query, start)
+        new = jnp.maximum(top, scores.max(-1))
+        weights, scale = jnp.exp(scores - new[..., None]), jnp.exp(top - new)
+        out = out * scale[..., None] + jnp.einsum("bnts,bnsh->bnth", weights, v)
+        return (new, total * scale + weights.sum(-1), out), None
+
+    stacked = _blocks(k)
+    starts = first_key + stacked.shape[3] * jnp.arange(stacked.shape[0])
+    return lax.scan(add, carry, (stacked, _blocks(v), starts))[0]
+
+
+def _finished(carry: Any) -> Any:
+    top, total, out = carry
+    return out / total[..., None], top + jnp.log(total)
+
+
+def _gradients(
+    d_q: Any, kept: Sequence[Any], k: Any, v: Any, first_query: Any, first_key: Any
+) -> Any:
+    """Return the gradient of queries with what keys add to it, and those of keys and values."""
+    q, log_sum, delta, d_out = kept
+
+    def add(d_q: Any, block: Any) -> Any:
+        k, v, start = block
+        weights = jnp.exp(_scores(q, k, first_query, start) - log_sum[..., None])
+        d_weights = jnp.einsum("bnth,bnsh->bnts", d_out, v)
+        d_scores = weights * (d_weights - delta[..., None]) / np.sqrt(q.shape[-1])
+        d_q = d_q + jnp.einsum("bnts,bnsh->bnth", d_scores, k)
+        d_k = jnp.einsum("bnts,bnth->bnsh", d_scores, q)
+        return d_q, (d_k, jnp.einsum("bnts,bnth->bnsh", weights, d_out))
+
+    stacked = _blocks(k)
+    starts = first_key + stacked.shape[3] * jnp.arange(stacked.shape[0])
+    d_q, rows = lax.scan(add, d_q, (stacked, _blocks(v), starts))
+    return d_q, *(jnp.moveaxis(x, 0, 2).reshape(k.shape) for x in rows)
+
+
+def _whole_attention(first_query: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return attention of queries to all keys; `first_query` of a device's queries' first token."""
+
+    @jax.custom_vjp
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return forward(q, k, v)[0]
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        out, log_sum = _finished(_add_keys(_empty(q), q, k, v, first_query(q), 0))
+        return out, (q, k, v, out, log_sum)
+
+    def backward(kept: Any, d_out: Any) -> Any:
+        q, k, v, out, log_sum = kept
+        some = q, log_sum, (d_out * out).sum(-1), d_out
+        return _gradients(jnp.zeros(q.shape), some, k, v, first_query(q), 0)
+
+    attention.defvjp(forward, backward)
+    return attention
+
+
+def gather_by_hand(q: Any, k: Any, v: Any) -> Any:
+    """Attention of a device's tokens (B, t, N, H), with all keys and values gathered."""
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    k, v = (lax.all_gather(x, "context", axis=2, tiled=True) for x in (k, v))
+    first = _whole_attention(lambda q: lax.axis_index("context") * q.shape[2])
+    return first(q, k, v).swapaxes(1, 2)
+
+
+def heads_by_hand(q: Any, k: Any, v: Any) -> Any:
+    """Attention of all tokens for a share of the heads, exchanged and back."""
+    q, k, v = (
+        lax.all_to_all(x.swapaxes(1, 2), "context", split_axis=1, concat_axis=2, tiled=True)
+        for x in (q, k, v)
+    )
+    out = _whole_attention(lambda _: 0)(q, k, v)
+    out = lax.all_to_all(out, "context", split_axis=2, concat_axis=1, tiled=True)
+    return out.swapaxes(1, 2)
+
+
+def _next(*arrays: Any) -> Any:
+    pairs = [(device, (device + 1) % DEVICES) for device in range(DEVICES)]
+    return tuple(lax.ppermute(x, "context", pairs) for x in arrays)
+
+
+def _first_tokens(q: Any, turn: Any) -> tuple[Any, Any]:
+    """Return the first token of a device's queries, and of the keys that it has in a turn."""
+    device = lax.axis_index("context")
+    return device * q.shape[2], (device - turn) % DEVICES * q.shape[2]
+
+
+@jax.custom_vjp
+def _ring(q: Any, k: Any, v: Any) -> Any:
+    return _ring_forward(q, k, v)[0]
+
+
+def _ring_forward(q: Any, k: Any, v: Any) -> Any:
+    def turn(state: Any, number: Any) -> Any:
+        carry, k, v = state
+        following = _next(k, v)
+        return (_add_keys(carry, q, k, v, *_first_tokens(q, number)), *following), None
+
+    (carry, *last), _ = lax.scan(turn, (_empty(q), k, v), jnp.arange(DEVICES - 1))
+    out, log_sum = _finished(_add_keys(carry, q, *last, *_first_tokens(q, DEVICES - 1)))
+    return out, (q, k, v, out, log_sum)
+
+
+def _ring_backward(kept: Any, d_out: Any) -> Any:
+    q, k, v, out, log_sum = kept
+    some = q, log_sum, (d_out * out).sum(-1), d_out
+
+    def turn(state: Any, number: Any) -> Any:
+        d_q, k, v, d_k, d_v = state
+        following = _next(k, v)
+        d_q, more_k, more_v = _gradients(d_q, some, k, v, *_first_tokens(q, number))
+        return (d_q, *following, *_next(d_k + more_k, d_v + more_v)), None
+
+    zeros = jnp.zeros(q.shape), k, v, jnp.zeros(k.shape), jnp.zeros(v.shape)
+    (d_q, k, v, d_k, d_v), _ = lax.scan(turn, zeros, jnp.arange(DEVICES - 1))
+    d_q, more_k, more_v = _gradients(d_q, some, k, v, *_first_tokens(q, DEVICES - 1))
+    return d_q, *_next(d_k + more_k, d_v + more_v)
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+def ring_by_hand(q: Any, k: Any, v: Any) -> Any:
+    """Attention of a device's tokens (B, t, N, H), keys and values in a ring."""
+    return _ring(*(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)
+
+
+BY_HAND = {"ring": ring_by_hand, "gather": gather_by_hand, "heads": heads_by_hand}
+
+
+def _loss(params: Any, x: Any, attention: Callable[..., Any], tokens: int) -> Any:
+    layer = jax.checkpoint(functools.partial(transformer_layer, attention))
+    x, _ = lax.scan(layer, x, params)
+    return (x**2).sum() / (tokens * WIDTH)
+
+
+def _sgd(params: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda p, g: p - RATE * g, params, grads)
+
+
+def step_by_hand(strategy: str, tokens: int, mesh: Mesh) -> Any:
+    """Return the jitted step `(params, x) -> params`."""
+
+    def step(params: Any, x: Any) -> Any:
+        grads = jax.grad(_loss)(params, x, BY_HAND[strategy], tokens)
+        return _sgd(params, lax.psum(grads, "context"))
+
+    split = P(None, "context")
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), split), out_specs=P(), check_vma=False)
+    return jax.jit(mapped, donate_argnums=0)
+
+
+def step_by_xla(tokens: int, mesh: Mesh) -> Any:
+    """Return the step with attention as written, its tokens split by XLA's partitioner."""
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "context"))
+
+    def step(params: Any, x: Any) -> Any:
+        return _sgd(params, jax.grad(_loss)(params, x, as_written, tokens))
+
+    return jax.jit(step, in_shardings=(whole, split), out_shardings=whole, donate_argnums=0)
+
+
+# --- Measured -------------------------------------------------------------------------------------
+
+
+class Case:
+    """A step, compiled: its seconds of compiling, bytes by kind and temporaries; `run` runs it."""
+
+    def __init__(self, name: str, tokens: int, devices: Sequence[Any]) -> None:
+        self.name = name
+        batch = {"x": jax.ShapeDtypeStruct((1, tokens, WIDTH), jnp.float32)}
+        task, started = task_of(as_written, heads=HEADS), time.perf_counter()
+        strategy, _, by_hand = name.partition(" ")
+        if strategy in STRATEGIES and not by_hand:
+            plan = px.Plan(context=DEVICES, context_strategy=strategy, stream=BLOCK, remat="full")
+            self.program = px.compile(task, optax.sgd(RATE), plan, batch, devices=devices)
+            self.held, sent = self.program.memory().temporaries, self.program.collectives()
+        else:
+            mesh = Mesh(np.asarray(devices), ("context",))
+            hand = strategy in STRATEGIES
+            step = step_by_hand(strategy, tokens, mesh) if hand else step_by_xla(tokens, mesh)
+            whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "context"))
+            params = jax.eval_shape(task.init, jax.random.key(0))
+            like = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), params
+            )
+            x = jax.ShapeDtypeStruct((1, tokens, WIDTH), jnp.float32, sharding=split)
+            self.compiled, self.shardings = step.lower(like, x).compile(), (whole, split)
+            self.program = None
+            self.held = memory(self.compiled).temporaries
+            sent = collectives(self.compiled.as_text(), mesh)
+        self.seconds = time.perf_counter() - started
+        self.received = sum(
+            one.bytes * (one.trips or 1) for one in sent if one.kind != "all-reduce"
+        )
+
+    def start(self, params: Any, x: Any) -> None:
+        """Place what the step takes."""
+        if self.program is not None:
+            state = self.program.init(seed=0)
+            self.state, self.x = state, {"x": x}
+            return
+        whole, split = self.shardings
+        self.state, self.x = jax.device_put(params, whole), jax.device_put(x, split)
+
+    def run(self) -> float:
+        """Run a step, and return its processor seconds."""
+        started = time.process_time()
+        if self.program is not None:
+            self.state, _ = self.program.step(self.state, self.x)
+            jax.block_until_ready(self.state.params)
+        else:
+            self.state = jax.block_until_ready(self.compiled(self.state, self.x))
+        return time.process_time() - started
+
+    @property
+    def params(self) -> Any:
+        """The weights."""
+        return jax.device_get(self.state if self.program is None else self.state.params)
+
+
+NAMES = (*STRATEGIES, *(f"{name} by hand" for name in STRATEGIES), "XLA's partitioner")
+
+
+def here() -> None:
+    """Print what each takes on 8 virtual devices of this machine."""
+    task = task_of(as_written, heads=HEADS)
+    for tokens in HERE:
+        x = np.random.default_rng(0).normal(size=(1, tokens, WIDTH)).astype(np.float32)
+        cases = [Case(name, tokens, jax.devices()[:DEVICES]) for name in NAMES]
+        alone = px.compile(task, optax.sgd(RATE), px.Plan(remat="full"), {"x": x})
+        state = alone.init(seed=0)
+        params = jax.device_get(state.params)
+        exact, _ = alone.step(state, {"x": x})
+        errors, times = {}, {}
+        for case in cases:
+            case.start(params, x)
+            case.run()
+            errors[case.name] = _largest(case.params, jax.device_get(exact.params))
+            times[case.name] = []
+        for _ in range(ROUNDS):
+            for case in cases:
+                times[case.name].append(case.run())
+        median = {name: statistics.median(each) for name, each in times.items()}
+        for case in cases:
+            beside = median.get(f"{case.name} by hand")
+            ratio = f", {median[case.name] / beside:4.2f} x by hand" if beside else ""
+            print(f"{tokens:7,} tokens, {_text(case)}, {median[case.name]:6.2f} s of processor "
+                  f"time{ratio}, error {errors[case.name]:.0e}", flush=True)  # fmt: skip
+
+
+def _largest(params: Any, exact: Any) -> float:
+    """Return the largest difference, by the largest weight."""
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(exact), strict=True)
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
+
+
+def _text(case: Case) -> str:
+    return (
+        f"{case.name:17} {case.held / 2**20:8,.0f} MiB, {case.received / 2**20:7,.1f} MiB "
+        f"received, compiled in {case.seconds:3.0f} s"
+    )
+
+
+def elsewhere(target: str) -> None:
+    """Print what a machine's compiler makes of each."""
+    for tokens in ELSEWHERE:
+        for name in NAMES:
+            try:
+                case = Case(name, tokens, px.topology(target)[:DEVICES])
+            except (px.errors.OutOfMemoryError, jax.errors.JaxRuntimeError) as error:
+                reason = "does not fit" if "emory" in str(error) else str(error).splitlines()[0]
+                print(f"{target:8} {tokens:7,} tokens, {name:17} {reason[:80]}", flush=True)
+                continue
+            print(f"{target:8} {tokens:7,} tokens, {_text(case)}", flush=True)
+
+
+def main() -> int:
+    """Measure here, or compile for the machines that are named."""
+    parser = argparse.ArgumentParser("python -m benchmarks.context", description=__doc__)
+    parser.add_argument("targets", nargs="*")
+    jax.config.update("jax_platforms", "cpu")
+    targets = parser.parse_args().targets
+    for target in targets:
+        elsewhere(target)
+    if not targets:
+        px.virtual_devices(DEVICES)
+        here()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""The primitive of annotations: the identity, with a tag that the partitioner reads.
+
+It survives tracing, differentiation and `vmap` (see `sharding/annotations.py`).
+"""
+
+from typing import Any
+
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+# The identity. `batch`: the dims that vmap added. `transposed`: whether the value is a cotangent.
+annotate_p = Primitive("annotate")
+annotate_p.def_impl(lambda x, **_: x)
+annotate_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(annotate_p, lambda context, x, **_: [x])
+
+
+def _transpose(
+    cotangent: Any, x: Any, *, tag: Any, batch: tuple[int, ...], transposed: bool
+) -> list[Any]:
+    """Annotate the cotangent; a second transposition gives a forward annotation again."""
+    return [annotate_p.bind(cotangent, tag=tag, batch=batch, transposed=not transposed)]
+
+
+def _batched(args: Any, dims: Any, *, tag: Any, batch: tuple[int, ...], transposed: bool) -> Any:
+    """Annotate a batched value, and add the new dim to `batch`, whose later dims shift by one."""
+    # Dims at or behind the new one move back by one.
+    (x,), (dim,) = args, dims
+    batch = tuple(sorted({dim, *(b + (b >= dim) for b in batch)}))
+    return annotate_p.bind(x, tag=tag, batch=batch, transposed=transposed), dim
+
+
+ad.deflinear2(annotate_p, _transpose)
+batching.primitive_batchers[annotate_p] = _batched
+
+
+class OverContext:
+    """The annotation of a value with one dim split over `context`: that of tokens, or of heads."""
+
+    def __init__(self, dim: int, *, tokens: bool = True) -> None:
+        self.dim, self.tokens = dim, tokens
+
+
+def over_context(x: Array, dim: int, *, tokens: bool = True) -> Array:
+    """Split a dim over the mesh axis `context`: that of tokens, or of heads."""
+    tag = OverContext(dim, tokens=tokens)
+    split: Array = annotate_p.bind(x, tag=tag, batch=(), transposed=False)
+    return split

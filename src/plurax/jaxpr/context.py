@@ -1,0 +1,270 @@
+"""Split the tokens of a sequence over devices: which values have tokens, and where they begin.
+
+Attention says which dim is that of tokens: the queries' dim, and the keys'. From there it is
+followed back through the equations, by dims that are one index, to the values that have it first.
+These are split over the mesh axis `context`, and all that is computed from them follows.
+
+    a language model, tokens (B, 1025), width 512            split over context=4
+
+    x = tokens[:, :-1]             (B, 1024)                 begins here: (B, 256) on a device
+    h = table[x]                   (B, 1024, 512)            begins here: a gather is not followed
+    h = h + positions              (B, 1024, 512)            follows
+    loop over layers: carry h      (B, 1024, 512)            follows
+      q, k, v = ...                (B, 1024, 8, 64)          annotated: attention reads them
+      o = attention                (B, 1024, 8, 64)          follows q
+    loss = mean(-log p)            (B,)                      partial sums over context
+
+Parameters are not split: what meets tokens split over devices is cut there, without communication.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+from jaxtyping import Array, PyTree
+
+from plurax.jaxpr.annotate import OverContext, over_context
+from plurax.jaxpr.compat import Scan, called_jaxpr, inner_jaxprs, is_plain_call
+from plurax.jaxpr.equal_dims import equal_dims, shape_of
+from plurax.jaxpr.follow_dim import Region
+from plurax.jaxpr.interpret import bind, constant, equation_context, flat_equations
+from plurax.plan import ContextStrategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The devices over which tokens are split, and how queries meet the keys of other devices."""
+
+    devices: int
+    strategy: ContextStrategy
+
+    def block(self, keys: int, block: int) -> int:
+        """Return the keys of a block: of the divisors of a device's keys that nearest to `block`.
+
+        >>> Context(4, "ring").block(4096, 300), Context(4, "ring").block(4096, 2048)
+        (256, 1024)
+        """
+        own = keys // self.devices
+        sizes = [size for size in range(1, own + 1) if own % size == 0]
+        return min(sizes, key=lambda size: max(size, block) / min(size, block))
+
+    def splits(self, region: Region) -> bool:
+        """Whether the devices divide a region's keys and queries."""
+        return region.size % self.devices == 0 == _tokens(region)[1] % self.devices
+
+    def of_inputs(self, region: Region, arrays: Sequence[Array]) -> list[Array]:
+        """Return a region's inputs, split over `context` by tokens, and then by heads if asked."""
+        (tokens, _), head = _tokens(region), self._heads(region)
+        labels = _labels_of_inputs(region)
+        split = []
+        for array, (var, key), known in zip(arrays, region.inputs, labels, strict=True):
+            dims = [d for d, label in known.items() if label == tokens]
+            dims += [] if key is None else [key]
+            if dims and shape_of(var)[dims[0]] > 1:
+                array = over_context(array, dims[0])
+            heads = [d for d, label in known.items() if label == head and shape_of(var)[d] > 1]
+            if heads:
+                array = over_context(array, heads[0], tokens=False)
+            split.append(array)
+        return split
+
+    def of_results(self, region: Region, arrays: Sequence[Array]) -> list[Array]:
+        """Return a region's results with their tokens split over `context`."""
+        tokens, _ = _tokens(region)
+        split = []
+        for var, array in zip(region.results, arrays, strict=True):
+            labels = region.labels[var]
+            has = tokens in labels
+            split.append(over_context(array, labels.index(tokens)) if has else array)
+        return split
+
+    def of_places(self, region: Region, places: Array, label: int) -> Array:
+        """Return the places along a dim, split over `context` if its label is that of tokens.
+
+        Where heads are exchanged each device has all tokens.
+        """
+        split = label == _tokens(region)[0] and self._heads(region) is None
+        return over_context(places, 0) if split else places
+
+    def _heads(self, region: Region) -> int | None:
+        """Return the label of the heads that are exchanged for tokens, if devices divide them."""
+        if self.strategy != "heads":
+            return None
+        sizes = _sizes(region)
+        divided = [label for label in region.shared if sizes[label] % self.devices == 0]
+        return divided[-1] if divided else None
+
+
+def _sizes(region: Region) -> dict[int, int]:
+    """Return the sizes of a region's labels."""
+    sizes: dict[int, int] = {}
+    for var, labels in region.labels.items():
+        for label, size in zip(labels, shape_of(var), strict=True):
+            sizes[label] = max(size, sizes.get(label, 1))
+    return sizes
+
+
+def _tokens(region: Region) -> tuple[int, int]:
+    """Return the label of the queries' tokens, and their number.
+
+    A product's operand may have more dims of its own, such as heads that share keys.
+    """
+    sizes = _sizes(region)
+    own = [(label, sizes[label]) for label in region.queries]
+    equal = [pair for pair in own if pair[1] == region.size]
+    return max(equal or own, key=lambda pair: pair[1])
+
+
+def _labels_of_inputs(region: Region) -> list[dict[int, int]]:
+    """Return for each input of a region the labels of its dims, by the dim."""
+    labels: dict[Any, dict[int, int]] = {source: {} for source in region.inputs}
+    for eqn in (*region.eqns, *(eqn for eqn, _ in region.reductions)):
+        result = len(eqn.invars)
+        known = {(result, d): n for d, n in enumerate(region.labels.get(eqn.outvars[0], ()))}
+        for _ in range(2):  # a dim that a product's operands share is known from its result
+            for left, right in equal_dims(eqn):
+                for one, other in ((left, right), (right, left)):
+                    if other in known:
+                        known.setdefault(one, known[other])
+        for (place, dim), label in known.items():
+            source = region.read.get((id(eqn), place))
+            if source is not None:
+                labels[source].setdefault(dim, label)
+    return [labels[source] for source in region.inputs]
+
+
+# --- Where tokens begin ---------------------------------------------------------------------------
+
+
+def split_from_start(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Return the same function with tokens split over `context` from where they begin.
+
+    **Arguments:** `fun`, a function of trees of arrays, its first argument the parameters, in which
+    the inputs of attention are annotated.
+    """
+
+    @functools.wraps(fun)
+    def split(*args: PyTree) -> PyTree:
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+        jaxpr = closed.jaxpr
+        flat = flat_equations(jaxpr.eqns, jaxpr.outvars, inline=is_plain_call)
+        dims = _Dims()
+        dims.walk(flat.eqns)
+        parameters = len(jax.tree.leaves(args[0]))
+        whole = {*jaxpr.invars[:parameters], *jaxpr.constvars, *flat.constants}
+        starts = dims.starts(flat.eqns, [v for v in jaxpr.invars if v not in whole])
+        values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(flat.constants)
+
+        def write(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
+            for var, array in zip(variables, arrays, strict=True):
+                values[var] = array if var not in starts else over_context(array, starts[var])
+
+        write(jaxpr.invars, [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)])
+        for eqn in flat.eqns:
+            inputs = [constant(a) if isinstance(a, Literal) else values[a] for a in eqn.invars]
+            with equation_context(eqn):
+                write(eqn.outvars, bind(eqn, inputs))
+        out = [constant(a) if isinstance(a, Literal) else values[a] for a in flat.results]
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    return split
+
+
+_PARTS = ("concatenate", "dynamic_slice", "pad", "slice", "split")
+"""Operations that leave dims of equal size as they are."""
+
+
+class _Dims:
+    """The dims of tokens, followed back from where attention reads them.
+
+    **Attributes:** `of`, for each variable its dim.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[Any, int] = {}
+        self._begin: set[Any] = set()
+
+    def _add(self, atom: Any, dim: int | None) -> None:
+        if dim is not None and not isinstance(atom, Literal) and shape_of(atom)[dim] > 1:
+            self.of.setdefault(atom, dim)
+
+    def walk(self, eqns: Sequence[Any]) -> None:
+        """Follow the dims back through equations."""
+        for eqn in reversed(eqns):
+            name = eqn.primitive.name
+            tag = eqn.params.get("tag")
+            if isinstance(tag, OverContext) and tag.tokens:
+                self._add(eqn.invars[0], tag.dim)
+            elif name == "scan":
+                self._through_scan(eqn)
+            elif inner_jaxprs(eqn):
+                self._through_call(eqn)
+            else:
+                self._through(eqn)
+
+    def _through(self, eqn: Any) -> None:
+        """Follow the dims of results to the operands that have them."""
+        pairs = list(equal_dims(eqn))
+        for var in eqn.outvars:
+            dim = self.of.get(var)
+            if dim is None:
+                continue
+            sources = [one for one, other in pairs if other == (len(eqn.invars), dim)]
+            if eqn.primitive.name in _PARTS:
+                shape = shape_of(var)
+                like = [(p, shape_of(atom)) for p, atom in enumerate(eqn.invars)]
+                same = [p for p, own in like if len(own) == len(shape) and own[dim] == shape[dim]]
+                sources = [(place, dim) for place in same]
+            for place, source in sources:
+                self._add(eqn.invars[place], source)
+            if not sources:
+                self._begin.add(var)
+
+    def _through_call(self, eqn: Any) -> None:
+        """Follow dims through a call with a derivative of its own, or one that is rematerialized.
+
+        Of branches and `while` loops nothing is known: their results begin.
+        """
+        if len(inner_jaxprs(eqn)) != 1 or len(inner_jaxprs(eqn)[0].invars) != len(eqn.invars):
+            self._begin.update(var for var in eqn.outvars if var in self.of)
+            self._inside(inner_jaxprs(eqn))
+            return
+        body, _ = called_jaxpr(eqn)
+        self._into(body.outvars, eqn.outvars, 0)
+        self.walk(body.eqns)
+        self._into(eqn.invars, body.invars, 0)
+
+    def _through_scan(self, eqn: Any) -> None:
+        """Follow dims through a loop; what it carries has them in every iteration."""
+        scan = Scan.of(eqn)
+        body, carried = scan.body, scan.num_carry
+        consts, carry, xs = scan.split(body.invars)
+        outer = scan.split(eqn.invars)
+        self._into(body.outvars[:carried], eqn.outvars[:carried], 0)
+        self._into(body.outvars[carried:], eqn.outvars[carried:], -1)
+        for _ in range(2):  # from a carry to what the iteration before returned
+            self.walk(body.eqns)
+            self._into(body.outvars[:carried], carry, 0)
+        self._into(outer[0], consts, 0)
+        self._into(outer[1], carry, 0)
+        self._into(outer[2], xs, 1)
+
+    def _inside(self, jaxprs: Sequence[Any]) -> None:
+        for jaxpr in jaxprs:
+            self.walk(jaxpr.eqns)
+
+    def _into(self, targets: Sequence[Any], sources: Sequence[Any], shift: int) -> None:
+        """Give targets the dims of sources, shifted for the rows of a loop's stacks."""
+        for target, source in zip(targets, sources, strict=True):
+            dim = None if isinstance(source, Literal) else self.of.get(source)
+            if dim is not None and dim + shift >= 0:
+                self._add(target, dim + shift)
+
+    def starts(self, eqns: Sequence[Any], inputs: Sequence[Any]) -> Mapping[Any, int]:
+        """Return the inputs and results of equations at which tokens begin, with their dims."""
+        begin = [var for eqn in eqns for var in eqn.outvars if var in self._begin]
+        return {var: self.of[var] for var in (*inputs, *begin) if var in self.of}

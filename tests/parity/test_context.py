@@ -1,0 +1,124 @@
+"""Tokens over devices for many forms of attention, beside a step written by hand on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests.unit import test_stream as forms
+
+import plurax as px
+from plurax.errors import PlanError, StreamWarning
+
+B, TOKENS, BLOCK = 2, 24, 4
+ROWS = ("of_queries", "of_keys", "keys")
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+@pytest.fixture(autouse=True)
+def tokens(monkeypatch):
+    """Forms of attention over as many queries as keys, which several devices divide."""
+    monkeypatch.setattr(forms, "T", TOKENS)
+    monkeypatch.setattr(forms, "S", TOKENS)
+
+
+def inputs():
+    """Parameters, and a batch of what is projected to queries, keys and values."""
+    p, *activations = forms.inputs()
+    batch = {name: p.pop(name) for name in ROWS}
+    batch["keys"] = jax.random.key_data(batch["keys"])
+    batch |= dict(zip("qkv", activations, strict=True))
+    draw = np.random.default_rng(1)
+    width = (forms.H, forms.H)
+    return p | {name: draw.standard_normal(width) * 0.5 for name in "QKV"}, batch
+
+
+def loss_of(attention):
+    def loss(params, batch, keys):
+        rows = {name: batch[name] for name in ROWS[:2]}
+        rows["keys"] = jax.random.wrap_key_data(batch["keys"])
+        q, k, v = (jnp.einsum("btnh,hj->btnj", batch[n], params[n.upper()]) for n in "qkv")
+        return jnp.sin(attention(params | rows, q, k, v)).reshape(len(q), -1).sum(1)
+
+    return loss
+
+
+def step_by_hand(attention):
+    params, batch = inputs()
+    mean = lambda params: loss_of(attention)(params, batch, None).mean()  # noqa: E731
+    value, grads = jax.value_and_grad(mean)(params)
+    return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def step(attention, **fields):
+    params, batch = inputs()
+    task = px.Task(init=lambda key: params, loss=loss_of(attention))
+    batch = jax.tree.map(np.asarray, batch)
+    program = px.compile(task, optax.sgd(0.1), px.Plan(stream=BLOCK, **fields), batch)
+    state, metrics = program.step(program.init(seed=0), batch)
+    return program, metrics["loss"], program.to_canonical(state).params
+
+
+def assert_equal_to_one_device(attention, **fields):
+    program, *found = step(attention, **fields)
+    expected = step_by_hand(attention)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **forms.TOLERANCE), *map(
+        jax.device_get, (tuple(found), expected)))  # fmt: skip
+    return program
+
+
+@pytest.mark.parametrize("attention", forms.VARIANTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("strategy", ["ring", "gather", "heads"])
+def test_any_attention_equals_one_device(attention, strategy):
+    assert_equal_to_one_device(attention, context=2, context_strategy=strategy)
+
+
+@pytest.mark.parametrize("attention", [forms.causal, forms.dropout], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+@pytest.mark.parametrize("count", [3, 4, 8])
+def test_any_number_of_devices(attention, strategy, count):
+    assert_equal_to_one_device(attention, context=count, context_strategy=strategy)
+
+
+WITH_TOKENS = [forms.bias, forms.of_products_with_positions]
+SENT = {"ring": "collective-permute", "gather": "all-gather", "heads": "all-to-all"}
+
+
+@pytest.mark.parametrize("attention", forms.VARIANTS, ids=lambda f: f.__name__)
+def test_each_form_goes_around(attention):
+    """Keys are sent, and no value is gathered that has them.
+
+    But for gradients of parameters that have tokens, since parameters are whole.
+    """
+    program, *_ = step(attention, context=2, context_strategy="ring")
+    keys = B * TOKENS * forms.H * 8
+    sent = {one.kind for one in program.collectives() if one.bytes >= keys // 2}
+    gathered = {"all-gather"} if attention in WITH_TOKENS else set()
+    assert sent - {"all-reduce"} == {"collective-permute"} | gathered
+
+
+def test_tokens_that_devices_do_not_divide_say_so():
+    with pytest.raises(PlanError, match="no attention was found whose queries and keys 5 devices"):
+        step(forms.plain, context=5)
+
+
+def test_attention_that_cannot_be_computed_in_blocks_says_so():
+    with (
+        pytest.warns(StreamWarning, match="sort at"),
+        pytest.raises(PlanError, match=r"Plan\(context=2\): no attention was found"),
+    ):
+        step(forms.sorted_keys, context=2)
+
+
+def test_heads_that_devices_do_not_divide_stay_and_keys_are_gathered():
+    program = assert_equal_to_one_device(forms.plain, context=3, context_strategy="heads")
+    kinds = {one.kind for one in program.collectives()}
+    assert "all-gather" in kinds
+    assert "all-to-all" not in kinds
+
+
+@pytest.mark.parametrize("strategy", SENT)
+def test_what_a_strategy_sends(strategy):
+    program, *_ = step(forms.causal, context=2, context_strategy=strategy)
+    assert SENT[strategy] in {one.kind for one in program.collectives()}
