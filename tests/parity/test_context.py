@@ -68,6 +68,17 @@ def assert_equal_to_one_device(attention, **fields):
     return program
 
 
+QUICK = [
+    forms.causal, forms.segments, forms.dropout, forms.bias, forms.groups_of_heads,
+    forms.in_a_loop_over_layers,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", QUICK, ids=lambda f: f.__name__)
+def test_a_ring_equals_one_device(attention):
+    assert_equal_to_one_device(attention, context=2, context_strategy="ring")
+
+
 @pytest.mark.parametrize("attention", forms.VARIANTS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("strategy", ["ring", "gather", "heads"])
 def test_any_attention_equals_one_device(attention, strategy):

@@ -205,6 +205,20 @@ def test_attention_is_computed_in_blocks_where_it_fits_in_no_other_way():
         searched_for(task, optimizer, batch, pinned | {"stream": None}, "200MB")
 
 
+def test_tokens_are_split_over_the_fewest_devices_with_which_they_fit():
+    task, optimizer = models.attention_task(64, 4), optax.sgd(0.1)
+    batch = {"x": jax.ShapeDtypeStruct((1, 4096, 64), "float32")}
+    pinned = {"tensor": 1, "pipeline": 1, "remat": "full"}
+    two, four = (searched_for(task, optimizer, batch, pinned, each) for each in ("80MB", "50MB"))
+    for found, count in ((two, 2), (four, 4)):
+        assert (found.best.context, found.best.context_strategy) == (count, "ring")
+    assert four.ranked[0].memory <= 50e6 < two.ranked[0].memory <= 80e6
+    with pytest.raises(px.errors.PlanError, match=r"The nearest:\n  context=4, .*stream=512"):
+        searched_for(task, optimizer, batch, pinned, "20MB")
+    with pytest.raises(px.errors.PlanError, match="no plan fits in 50,000,000 bytes"):
+        searched_for(task, optimizer, batch, pinned | {"context": 2, "stream": 512}, "50MB")
+
+
 def searched_for(task, optimizer, batch, pinned, memory=None):
     return px.search(task, optimizer, batch, SLOW, pinned=pinned, memory=memory, count=1)
 

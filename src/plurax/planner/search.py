@@ -137,7 +137,10 @@ def search(
             refusal, in_vain = refusal or error, in_vain + effort.spent
     if not results and "stream" not in fields and members is None:
         # To look at both for every model would take twice the evaluations.
-        results = _with_attention_in_blocks(machine, wanted, all_effort)
+        try:
+            results = _with_attention_in_blocks(machine, wanted, all_effort)
+        except errors.PlanError as error:
+            refusal = error  # what comes nearest is among these
     if not results:
         assert refusal is not None
         raise refusal
@@ -153,7 +156,10 @@ def search(
 
 def _with_attention_in_blocks(machine: Machine, wanted: "_Wanted", effort: Effort) -> list[Found]:
     """Search plans whose attention is in blocks, if the task has any; where none of these fits
-    either, with tokens over the fewest devices with which some do, their keys in a ring."""
+    either, with tokens over the fewest devices with which some do, their keys in a ring.
+
+    Raises `PlanError` of the last of these where none fits.
+    """
     if not has_attention(wanted.task, wanted.batch, STREAM):
         return []
     pinned = dataclasses.replace(wanted.pinned, stream=STREAM)
@@ -164,10 +170,10 @@ def _with_attention_in_blocks(machine: Machine, wanted: "_Wanted", effort: Effor
             split = dataclasses.replace(pinned, context=count, context_strategy="ring")
             fields = [*wanted.fields, "context", "context_strategy"]
             choices.append(dataclasses.replace(wanted, pinned=split, fields=fields))
-    for choice in choices:
+    for choice in choices[:-1]:
         with contextlib.suppress(errors.PlanError):
             return [_search_on(machine, choice, effort.again())]
-    return []
+    return [_search_on(machine, choices[-1], effort.again())]
 
 
 def _doublings(devices: int) -> list[int]:
