@@ -41,7 +41,7 @@ from plurax.hlo.memory import memory
 
 DEVICES, HEADS, BLOCK, RATE = 8, 8, 512, 1e-3
 HERE = (2048,)
-ELSEWHERE = (8192, 32768, 131072)
+ELSEWHERE = (32768, 131072)
 ROUNDS = 5
 STRATEGIES = ("ring", "gather", "heads")
 
