@@ -127,7 +127,7 @@ def test_dims_of_equal_size_stay_where_the_loss_wants_it():
 def test_a_search_takes_blocks_of_keys_for_longer_sequences():
     task = models.attention_task(64, 4)
     batch = {"x": jax.ShapeDtypeStruct((1, 1024, 64), "float32")}
-    pinned = {"data": 1, "tensor": 1, "pipeline": 1, "remat": "full"}
+    pinned = {"data": 1, "tensor": 1, "pipeline": 1, "context": 1, "remat": "full"}
     seen = []
     found = px.longest(
         task, SGD, batch, MACHINE, pinned=pinned, memory="100MB", progress=seen.append
@@ -139,6 +139,7 @@ def test_a_search_takes_blocks_of_keys_for_longer_sequences():
     assert whole.length < found.length
     after = next(one for one in found.tried if one.length > found.length)
     assert after.why.startswith("no plan fits in 100,000,000 bytes per device. The nearest:\n")
+    assert "stream=512" in after.why
     longer = {"x": jax.ShapeDtypeStruct((1, after.length, 64), "float32")}
     with pytest.raises(px.errors.PlanError, match="no plan fits in 100,000,000 bytes"):
         px.search(task, SGD, longer, MACHINE, pinned=pinned, memory="100MB")

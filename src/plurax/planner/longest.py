@@ -101,7 +101,8 @@ class Longest:
     def __str__(self) -> str:
         rows = [("length", "a step", "memory", "plan"), *(t.row(self.memory) for t in self.tried)]
         first, second, third, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
-        lines = [self._title()]
+        count, where = self.estimate.batch_size, self.machine.name
+        lines = [f"the longest sequences for {where}, {count} in a step: {self.length:,}"]
         for length, seconds, memory, plan in rows:
             start = f"{length:>{first}}  {seconds:{second}}  {memory:{third}}  "
             lines += wrapped(start + plan, len(start), whole=True)
@@ -109,10 +110,6 @@ class Longest:
         if self.length == self.tried[-1].length:
             lines.append("longer ones were not tried: does the loss read all of a sequence?")
         return "\n".join(lines)
-
-    def _title(self) -> str:
-        count, where = self.estimate.batch_size, self.machine.name
-        return f"the longest sequences for {where}, {count} in a step: {self.length:,}"
 
 
 def longest(
@@ -156,9 +153,8 @@ def longest(
             "plurax.longest(plan=..., pinned=...): with plan= no plan is searched, and pinned= "
             "says what a search must keep. Leave one of them out."
         )
-    # Raise for a model of a library, and for names that are no fields of a plan.
     check_kinds(task, optimizer, plan or Plan(), Members(1) if callable(task) else None)
-    _pinned_fields(pinned or {})
+    _pinned_fields(pinned or {})  # raises for names of no fields
     if machine is None:
         machine = measure_machine()
     if not isinstance(machine, Machine):
