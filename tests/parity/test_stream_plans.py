@@ -10,6 +10,7 @@ import pytest
 from tests import models
 
 import plurax as px
+from plurax.execute.backends import choose
 
 ROWS = 13  # no multiple of anything
 
@@ -80,9 +81,30 @@ def test_any_plan_equals_one_device(as_written, name):
     assert models.max_rel_error(trained(px.Plan(stream=4, **PLANS[name])), as_written) < 1e-10
 
 
+@pytest.mark.parametrize(
+    "name", ["one device", "uneven", "zero 3", "full", "minor", "tensor", "pipeline and remat"]
+)
+def test_any_plan_with_masked_blocks_equals_one_device(as_written, name):
+    """Three blocks of 2 keys, each with other queries where tokens are not split."""
+    assert models.max_rel_error(trained(px.Plan(stream=2, **PLANS[name])), as_written) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("plan", "skip"), [({}, True), ({"data": 2}, True), (TENSOR, False), ({"context": 2}, False)]
+)
+def test_masked_blocks_are_left_out_where_tokens_are_not_split(plan, skip, monkeypatch):
+    def streamed(task, block, context, *, skip):
+        raise LookupError(skip)
+
+    monkeypatch.setattr(choose, "streamed_task", streamed)
+    task, batch = models.transformer_stack(np.float64), models.text(ROWS)
+    with pytest.raises(LookupError, match=str(skip)):
+        px.compile(task, optax.sgd(0.1), px.Plan(stream=2, **plan), batch)
+
+
 def test_members_equal_those_as_written():
     three = px.Members(3)
-    plan = px.Plan(member=2, chunk=1, stream=4)
+    plan = px.Plan(member=2, chunk=1, stream=2)
     assert models.max_rel_error(trained(plan, three), trained(px.Plan(chunk=1), three)) < 1e-10
 
 

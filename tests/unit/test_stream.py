@@ -265,11 +265,12 @@ def held(fun, args):
 
 @pytest.mark.parametrize("attention", VARIANTS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("block", [4, 5])
-def test_values_and_gradients_are_the_same(attention, block):
+@pytest.mark.parametrize("skip", [False, True])
+def test_values_and_gradients_are_the_same(attention, block, skip):
     args = inputs()
     fun, args = value_and_grad(attention, args)
     whole = fun(*args)
-    fun, _ = value_and_grad(streamed(attention, block), inputs())
+    fun, _ = value_and_grad(streamed(attention, block, skip=skip), inputs())
     blocks = fun(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, **TOLERANCE), whole, blocks)
 
@@ -355,8 +356,12 @@ def test_bits_of_a_block_are_those_of_the_whole(dtype, count):
     assert random_blocks.draws_apart(eqn)
     whole = np.asarray(fun(keys))
     for dim in range(keys.ndim, whole.ndim):
-        block = random_blocks.bits_of_block(eqn, keys, 1, 2, dim)
-        np.testing.assert_array_equal(block, whole.take([1, 2], dim))
+        for other in range(keys.ndim, whole.ndim):
+            sizes = [2 if d in (dim, other) else n for d, n in enumerate(whole.shape)]
+            block = random_blocks.bits_of_block(eqn, keys, {dim: 1, other: 1}, sizes)
+            expected = whole.take([1, 2], dim)
+            expected = expected if dim == other else expected.take([1, 2], other)
+            np.testing.assert_array_equal(block, expected)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**63 - 1))

@@ -20,15 +20,18 @@ from plurax.jaxpr.stream import streamed
 from plurax.task import Layer, Stack, Task
 
 
-def streamed_task(task: Task, block: int | None, context: Context | None = None) -> Task:
+def streamed_task(
+    task: Task, block: int | None, context: Context | None = None, *, skip: bool = False
+) -> Task:
     """Return the task with the functions that compute on activations streamed.
 
-    **Arguments:** `block`, the keys of a block (`Plan.stream`), None: `task` is returned;
-    `context`, over which devices tokens are split.
+    **Arguments:** `block`, the keys of a block (`Plan.stream`). None: `task` is returned;
+    `context`, over which devices tokens are split; `skip`: whether masked blocks are left out,
+    where tokens are not split over devices.
     """
     if block is None:
         return task
-    in_blocks = functools.partial(_streamed, block=block, context=context)
+    in_blocks = functools.partial(_streamed, block=block, context=context, skip=skip)
     return dataclasses.replace(
         task,
         loss=in_blocks(task.loss),
@@ -55,8 +58,10 @@ def has_attention(task: Task, batch: PyTree, block: int) -> bool:
     )
 
 
-def _streamed(fun: Callable[..., Any] | None, block: int, context: Context | None) -> Any:
-    return None if fun is None else streamed(fun, block, context)
+def _streamed(
+    fun: Callable[..., Any] | None, block: int, context: Context | None, skip: bool
+) -> Any:
+    return None if fun is None else streamed(fun, block, context, skip=skip)
 
 
 def _stack(stack: Stack, in_blocks: Callable[..., Any]) -> Stack:

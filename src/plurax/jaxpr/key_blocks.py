@@ -30,7 +30,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
@@ -38,11 +37,27 @@ from jax.extend.core import Literal
 from jaxtyping import Array
 
 from plurax.jaxpr.barrier import order_after, pick_dependency
+from plurax.jaxpr.block_arrays import (
+    combine,
+    filled,
+    finite,
+    floating,
+    inverse,
+    joined,
+    neutral,
+    plus,
+    stack_blocks,
+    transposed,
+    wide_dtype,
+    zero_blocks,
+)
 from plurax.jaxpr.context import Context
 from plurax.jaxpr.equal_dims import shape_of
 from plurax.jaxpr.follow_dim import Region, own_dims
 from plurax.jaxpr.forms import EXTREMES, Form
 from plurax.jaxpr.interpret import bind, constant, equation_context
+from plurax.jaxpr.loop_constants import changing
+from plurax.jaxpr.masked_queries import Queries, Range, cut, cut_rows, is_empty, put
 from plurax.jaxpr.random_blocks import bits_of_block
 from plurax.tree import sum_dtype
 
@@ -51,6 +66,10 @@ STREAMED = "plurax_stream"
 
 RING = "plurax_ring"
 """The scope of a loop whose blocks go around in a ring of devices: their order does not matter."""
+
+_Body = Callable[[list[Any], Any, int, list[Any]], tuple[list[Any], list[Any]]]
+"""From what is carried, the first key of a block, their number and the inputs of the block, to what
+is carried on and what is returned for the block."""
 
 
 class KeyBlocks:
@@ -63,12 +82,19 @@ class KeyBlocks:
     transpose them for each block.
     """
 
-    def __init__(self, region: Region, block: int, context: Context | None = None) -> None:
+    def __init__(
+        self,
+        region: Region,
+        block: int,
+        context: Context | None = None,
+        queries: Queries | None = None,
+    ) -> None:
         self._context = context if context is not None and context.splits(region) else None
         if self._context is not None:
             block = self._context.block(region.size, block)
         self.region, self.block, self.beside = region, block, region.beside()
         self.whole, self.rest = divmod(region.size, block)
+        self._queries = queries or Queries([(0, self.whole, None)])
         # The inputs as blocks read them: the place in `region.inputs`, and the order of the dims.
         self._operands: list[tuple[int, tuple[int, ...]]] = []
         self._read: dict[tuple[int, int], int] = {}
@@ -79,6 +105,11 @@ class KeyBlocks:
             None if (dim := region.inputs[place][1]) is None else order.index(dim)
             for place, order in self._operands
         ]
+        # The dim of the queries of each of them, also in a block.
+        self._rows: list[int | None] = [None] * len(self._operands)
+        for read, number in self._read.items():
+            if read in self._queries.dims:
+                self._rows[number] = self._operands[number][1].index(self._queries.dims[read])
 
     def _order_operands(self, eqn: Any) -> None:
         """Set in which order an equation reads the dims of inputs."""
@@ -109,11 +140,11 @@ class KeyBlocks:
         """
         if self._context is not None:
             inputs = self._context.of_inputs(self.region, inputs)
-        arrays = [_transposed(inputs[place], order) for place, order in self._operands]
+        arrays = [transposed(inputs[place], order) for place, order in self._operands]
         pairs = list(zip(arrays, self._dims, strict=True))
         end = self.whole * self.block
         constant = [x if dim is None else None for x, dim in pairs]
-        stacked = [None if dim is None else _stacked(x, dim, self.block) for x, dim in pairs]
+        stacked = [None if dim is None else stack_blocks(x, dim, self.block) for x, dim in pairs]
         ends = [
             None if dim is None or not self.rest else lax.slice_in_dim(x, end, None, axis=dim)
             for x, dim in pairs
@@ -149,16 +180,22 @@ class KeyBlocks:
         these; each with None in the places of the others.
         """
 
-        def iteration(carry: Any, block: Any) -> tuple[Any, None]:
-            start, rows = block
-            return self._added(carry, _with(constant, rows), start, self.block), None
+        def of_queries(seen: Range | None) -> _Body:
+            fixed = self._seen(constant, seen)
 
-        with self._scope():
-            xs = self._starts(constant + stacked), stacked
-            carry, _ = lax.scan(iteration, self._empty(), xs)
-        if self.rest:
-            carry = self._added(carry, _with(constant, ends), self.whole * self.block, self.rest)
-        shift, sums = jax.tree.map(lambda x: checkpoint_name(x, STREAMED), carry)
+            def body(carry: list[Any], start: Any, size: int, rows: list[Any]) -> Any:
+                parts = filled(fixed, self._seen(rows, seen))
+                shift, sums = self._added((carry[0], carry[1:]), parts, start, size, seen)
+                return [shift, *sums], [None] * len(rows)
+
+            return body
+
+        blocks = self._starts(constant + stacked), stacked, ends
+        shift, sums = self._empty()
+        (shift, *sums), _, _ = self._over_blocks(
+            of_queries, [shift, *sums], self._carried_rows, blocks, [None] * len(stacked)
+        )
+        shift, sums = jax.tree.map(lambda x: checkpoint_name(x, STREAMED), (shift, sums))
         return self._finish(sums, shift, beside), (constant, stacked, ends, beside, shift, sums)
 
     @property
@@ -189,44 +226,116 @@ class KeyBlocks:
         for eqn, _ in self.region.reductions:
             aval = eqn.outvars[0].aval
             if eqn.primitive.name in EXTREMES:
-                sums.append(jnp.full(aval.shape, _neutral(eqn.primitive.name, aval.dtype)))
+                sums.append(jnp.full(aval.shape, neutral(eqn.primitive.name, aval.dtype)))
             else:
-                zeros = jnp.zeros(aval.shape, _wide(aval.dtype))
-                sums.append(_transposed(zeros, self._stored[id(eqn)]))
+                zeros = jnp.zeros(aval.shape, wide_dtype(aval.dtype))
+                sums.append(transposed(zeros, self._stored[id(eqn)]))
         return shift, sums
 
-    def _added(self, carry: Any, parts: Sequence[Any], start: Any, size: int) -> Any:
+    def _seen(self, arrays: Sequence[Any], seen: Range | None) -> list[Any]:
+        """Return the inputs, of a block or without the dim, of the queries that are seen."""
+        return cut(arrays, self._rows, seen)
+
+    @functools.cached_property
+    def _carried_rows(self) -> list[int | None]:
+        """The dim of the queries in the maximum and in each sum, as the loop carries them."""
+        dims, shifted = self._queries.dims, self.region.shifted
+        row = dims.get(shifted)
+        rows = [None if row is None else row - (row > self._dim(shifted))]
+        for eqn, _ in self.region.reductions:
+            row = dims.get(eqn.outvars[0])
+            rows.append(None if row is None else self._stored[id(eqn)].index(row))
+        return rows
+
+    def _over_blocks(
+        self,
+        of_queries: Callable[[Range | None], _Body],
+        carry: list[Any],
+        dims: Sequence[int | None],
+        blocks: tuple[Array, list[Any], list[Any]],
+        moved: list[Any],
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Carry values over all blocks; return them, and what the bodies return beside.
+
+        **Arguments:** `of_queries`, the body of the loop for the queries that a group of blocks
+        is seen by; `dims`, those of the queries in the values that are carried; `blocks`, the
+        starts, the stacked inputs and what is left of them; `moved`, the stacked inputs of which
+        the bodies return something of the same shape.
+        """
+        starts, stacked, ends = blocks
+        of_groups: list[list[Any]] = []
+        for first, last, seen in self._queries.groups:
+            if is_empty(seen):
+                of_groups.append([zero_blocks(x, last - first) for x in moved])
+                continue
+            body = of_queries(seen)
+
+            def iteration(own: list[Any], block: Any, body: _Body = body) -> Any:
+                start, rows = block
+                return body(own, start, self.block, rows)
+
+            group = [cut_rows(x, 0, (first, last)) for x in (starts, *stacked)]
+            if of_groups:
+                # Else the scores of all groups are computed first, which depend on no sum.
+                before = pick_dependency(jax.tree.leaves([carry, of_groups]))
+                tied = iter(order_after([x for x in group if x is not None], before))
+                group = [None if x is None else next(tied) for x in group]
+            own = cut(carry, dims, seen)
+            with self._scope():
+                own, of_rows = lax.scan(iteration, own, (group[0], group[1:]))
+            carry = put(carry, own, dims, seen)
+            of_groups.append(of_rows)
+        of_stacked = [None if x[0] is None else joined(x) for x in zip(*of_groups, strict=True)]
+        seen, of_ends = self._queries.rest, [None] * len(ends)
+        if self.rest and is_empty(seen):
+            of_ends = [
+                None if x is None else zero_blocks(y) for x, y in zip(moved, ends, strict=True)
+            ]
+        elif self.rest:
+            own, start = cut(carry, dims, seen), self.whole * self.block
+            own, of_ends = of_queries(seen)(own, start, self.rest, ends)
+            carry = put(carry, own, dims, seen)
+        return carry, of_stacked, of_ends
+
+    def _added(
+        self, carry: Any, parts: Sequence[Any], start: Any, size: int, seen: Range | None
+    ) -> Any:
         """Return the maximum and the sums with those of one more block."""
         old, sums = carry
         new: list[Any] = [old]
 
         def shifted(scores: Array) -> Array:
             new[0] = jnp.maximum(old, scores.max(self._dim(self.region.shifted)).astype(old.dtype))
-            return _finite(new[0])
+            return finite(new[0])
 
-        of_block = self._block(parts, start, size, shifted)
+        of_block = self._block(parts, start, size, seen, shifted)
         scale: Any = None
         if old is not None:
-            scale = jnp.where(old == new[0], 1, jnp.exp(old - _finite(new[0])))
+            scale = jnp.where(old == new[0], 1, jnp.exp(old - finite(new[0])))
         added = []
         for (eqn, form), total, part in zip(self.region.reductions, sums, of_block, strict=True):
             name = eqn.primitive.name
             if name in EXTREMES:
-                added.append(_combine(name, total, part))
+                added.append(combine(name, total, part))
                 continue
             if form.terms:
                 own = self._aligned(scale, self._shift_labels(), eqn.outvars[0])
-                total = total * _transposed(own, self._stored[id(eqn)])
+                total = total * transposed(own, self._stored[id(eqn)])
             added.append(total + part.astype(total.dtype))
         return new[0], added
 
     def _block(
-        self, parts: Sequence[Any], start: Any, size: int, shifted: Callable[[Array], Array]
+        self,
+        parts: Sequence[Any],
+        start: Any,
+        size: int,
+        seen: Range | None,
+        shifted: Callable[[Array], Array],
     ) -> list[Array]:
         """Evaluate the region on the keys from `start` on, and return its reductions' parts.
 
-        **Arguments:** `parts`, the inputs of the block; `shifted` returns the maximum from the
-        values of which it is taken.
+        **Arguments:** `parts`, the inputs of the block and of the queries that are `seen`;
+        `shifted` returns the maximum from the values of which it is taken.
         """
         region = self.region
         computed: dict[Any, Any] = {}
@@ -239,12 +348,13 @@ class KeyBlocks:
             stands = region.stand_ins.get((id(eqn), place))
             if stands is not None:
                 kind, number = stands
+                shape = self._shape(atom, (id(eqn), place), seen)
                 if kind == "constant":
-                    return jnp.full(shape_of(atom), number, atom.aval.dtype)
+                    return jnp.full(shape, number, atom.aval.dtype)
                 if not maximum:
                     maximum.append(shifted(computed[region.shifted]))
                 value = self._aligned(maximum[0], self._shift_labels(), atom)
-                return jnp.broadcast_to(-number * value, shape_of(atom)).astype(atom.aval.dtype)
+                return jnp.broadcast_to(-number * value, shape).astype(atom.aval.dtype)
             if (id(eqn), place) in self._read:
                 return parts[self._read[id(eqn), place]]
             return computed[atom]
@@ -254,31 +364,47 @@ class KeyBlocks:
             arrays = [operand(eqn, place) for place in range(len(eqn.invars))]
             with equation_context(eqn):
                 if eqn.outvars[0] in region.dims:
-                    out = self._resized(eqn, arrays, start, size)
+                    out = self._resized(eqn, arrays, start, size, seen)
                     computed[eqn.outvars[0]] = out
                 else:
                     sums[id(eqn)] = self._reduced(eqn, arrays)
         return [sums[id(eqn)] for eqn, _ in region.reductions]
 
-    def _resized(self, eqn: Any, arrays: Sequence[Any], start: Any, size: int) -> Array:
-        """Apply an equation to a block of `size` keys."""
+    def _shape(self, var: Any, node: Any, seen: Range | None) -> list[int]:
+        """Return the shape of a variable, on the queries that are seen."""
+        shape, row = list(shape_of(var)), self._queries.dims.get(node)
+        if seen is not None and row is not None:
+            shape[row] = seen[1] - seen[0]
+        return shape
+
+    def _resized(
+        self, eqn: Any, arrays: Sequence[Any], start: Any, size: int, seen: Range | None
+    ) -> Array:
+        """Apply an equation to a block of `size` keys, and to the queries that are seen."""
         (out,), dim = eqn.outvars, self._dim(eqn.outvars[0])
-        name, shape = eqn.primitive.name, list(shape_of(eqn.outvars[0]))
+        name, shape = eqn.primitive.name, self._shape(out, out, seen)
         shape[dim] = size
+        starts = {dim: start}
+        if seen is not None and out in self._queries.dims:
+            starts[self._queries.dims[out]] = seen[0]
         if name == "iota":
             along = eqn.params["dimension"]
             counts = lax.iota(out.aval.dtype, shape[along])
-            if along == dim:
-                counts = counts + jnp.asarray(start, counts.dtype)
+            if along in starts:
+                counts = counts + jnp.asarray(starts[along], counts.dtype)
+            if self._queries.dims:
+                counts = changing(counts, start)
             return lax.broadcast_in_dim(self._own_places(out, counts, along), shape, (along,))
         if name == "random_bits":
             split = functools.partial(self._own_places, out)
-            return bits_of_block(eqn, arrays[0], start, size, dim, split)
+            return bits_of_block(eqn, arrays[0], starts, shape, split)
         changed: dict[str, Any] = {}
         if name == "dot_general":
             changed["dimension_numbers"] = self._numbers[id(eqn)]
         elif name == "broadcast_in_dim":
             changed["shape"] = tuple(shape)
+            if arrays[0].ndim == 0 and self._queries.dims:
+                arrays = [changing(arrays[0], start)]
         elif name == "reshape":
             changed["new_sizes"] = tuple(shape)
         return bind(eqn, arrays, **changed)[0]
@@ -292,7 +418,7 @@ class KeyBlocks:
 
     def _reduced(self, eqn: Any, arrays: Sequence[Array]) -> Array:
         """Apply a reduction, or a product that contracts the dim, to a block; sums are wide."""
-        wide = _wide(eqn.outvars[0].aval.dtype)
+        wide = wide_dtype(eqn.outvars[0].aval.dtype)
         if eqn.primitive.name == "dot_general":
             numbers = self._numbers[id(eqn)]
             if self._is_swapped(eqn):
@@ -357,7 +483,7 @@ class KeyBlocks:
         for eqn, form in region.behind:
             if form is not None:
                 (out,) = eqn.outvars
-                total = _transposed(totals[id(eqn)], _inverse(self._stored[id(eqn)]))
+                total = transposed(totals[id(eqn)], inverse(self._stored[id(eqn)]))
                 factor = self._factor(out, form, shift, known)
                 known[out] = (total if factor is None else total * factor).astype(out.aval.dtype)
                 continue
@@ -371,14 +497,14 @@ class KeyBlocks:
         factor: Any = None
         if form.terms:
             labels = self._shift_labels()
-            exponent = self._aligned(_finite(shift), labels, out)
+            exponent = self._aligned(finite(shift), labels, out)
             for var, sign in form.terms:
                 term = self._aligned(known[var], self.region.labels[var], out)
                 exponent = exponent + sign * term.astype(exponent.dtype)
             factor = jnp.exp(exponent)
         for var, sign in form.factors:
             term = self._aligned(known[var], self.region.labels[var], out)
-            term = term.astype(_wide(term.dtype))
+            term = term.astype(wide_dtype(term.dtype))
             term = term if sign > 0 else 1 / term
             factor = term if factor is None else factor * term
         return factor
@@ -395,109 +521,46 @@ class KeyBlocks:
         summed = [eqn.primitive.name not in EXTREMES for eqn, _ in self.region.reductions]
 
         def finish(some: list[Any], others: list[Any]) -> list[Array]:
-            return self._finish(_with(sums, some), shift, _with(beside, others))
+            return self._finish(filled(sums, some), shift, filled(beside, others))
 
-        _, pull = jax.vjp(finish, _floating(sums, summed), _floating(beside, perturbed[3]))
+        _, pull = jax.vjp(finish, floating(sums, summed), floating(beside, perturbed[3]))
         of_sums, of_beside = pull(cotangents)
-        moved = _floating(constant, perturbed[0])
 
-        def of_block(start: Any, size: int, rows: list[Any], marks: list[Any]) -> Any:
-            """Return the cotangents of the inputs without the dim, and of the block's rows."""
+        def of_queries(seen: Range | None) -> _Body:
+            fixed = self._seen(constant, seen)
+            own, *of_own = cut([shift, *of_sums], self._carried_rows, seen)
+            known = [ct for ct in of_own if ct is not None]
 
-            def sums_of(some: list[Any], others: list[Any]) -> list[Any]:
-                parts = _with(_with(constant, some), _with(rows, others))
-                totals = self._block(parts, start, size, lambda scores: _finite(shift))
-                return [t for t, ct in zip(totals, of_sums, strict=True) if ct is not None]
+            def body(carry: list[Any], start: Any, size: int, rows: list[Any]) -> Any:
+                def sums_of(some: list[Any], others: list[Any]) -> list[Any]:
+                    parts = filled(filled(fixed, some), self._seen(filled(rows, others), seen))
+                    totals = self._block(parts, start, size, seen, lambda scores: finite(own))
+                    return [t for t, ct in zip(totals, of_own, strict=True) if ct is not None]
 
-            totals, pull = jax.vjp(sums_of, moved, _floating(rows, marks))
-            given = [ct for ct in of_sums if ct is not None]
-            return pull([ct.astype(t.dtype) for ct, t in zip(given, totals, strict=True)])
+                moved = floating(fixed, perturbed[0])
+                totals, pull = jax.vjp(sums_of, moved, floating(rows, perturbed[1]))
+                pairs = zip(known, totals, strict=True)
+                more, of_rows = pull([ct.astype(t.dtype) for ct, t in pairs])
+                return plus(carry, more), of_rows
 
-        def iteration(carry: list[Any], block: Any) -> tuple[list[Any], list[Any]]:
-            more, rows = of_block(block[0], self.block, block[1], perturbed[1])
-            return _plus(carry, more), rows
+            return body
 
         if self._goes_around:
             # Or a compiler would keep what the forward pass received for the backward pass.
             known = [x for x in stacked if x is not None]
             tied = iter(order_after(known, pick_dependency(cotangents)))
             stacked = [None if x is None else next(tied) for x in stacked]
-        totals = [None if x is None else jnp.zeros(x.shape, _wide(x.dtype)) for x in moved]
-        with self._scope():
-            xs = self._starts(cotangents), stacked
-            totals, of_stacked = lax.scan(iteration, totals, xs)
-        of_ends: list[Any] = [None] * len(ends)
-        if self.rest:
-            more, of_ends = of_block(self.whole * self.block, self.rest, ends, perturbed[2])
-            totals = _plus(totals, more)
+        totals = [
+            None if x is None else jnp.zeros(x.shape, wide_dtype(x.dtype))
+            for x in floating(constant, perturbed[0])
+        ]
+        blocks = self._starts(cotangents), stacked, ends
+        moved = floating(stacked, perturbed[1])
+        totals, of_stacked, of_ends = self._over_blocks(
+            of_queries, totals, self._rows, blocks, moved
+        )
         of_constant = [
             None if total is None else total.astype(x.dtype)
             for total, x in zip(totals, constant, strict=True)
         ]
         return of_constant, of_stacked, of_ends, of_beside
-
-
-# --- Arrays ---------------------------------------------------------------------------------------
-
-
-def _neutral(name: str, dtype: Any) -> Any:
-    """Return what an extreme starts with."""
-    if dtype == jnp.bool_:
-        return name in ("reduce_and", "reduce_min")
-    largest = name == "reduce_max"
-    if jnp.issubdtype(dtype, jnp.integer):
-        limits = np.iinfo(dtype)
-        return limits.min if largest else limits.max
-    return -jnp.inf if largest else jnp.inf
-
-
-def _combine(name: str, total: Array, part: Array) -> Array:
-    """Return the extreme of two."""
-    both = {"max": jnp.maximum, "min": jnp.minimum, "and": jnp.bitwise_and, "or": jnp.bitwise_or}
-    return both[EXTREMES[name]](total, part)
-
-
-def _transposed(array: Any, order: tuple[int, ...]) -> Any:
-    return array if order == tuple(range(array.ndim)) else array.transpose(order)
-
-
-def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the order that undoes an order of dims."""
-    return tuple(map(order.index, range(len(order))))
-
-
-def _wide(dtype: Any) -> Any:
-    """Return the dtype in which blocks are added up."""
-    return sum_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
-
-
-def _finite(shift: Array) -> Array:
-    """Return the maximum, 0 where there is no score but -inf, which would make 0 of exp a NaN."""
-    return jnp.where(shift == -jnp.inf, 0, shift)
-
-
-def _floating(arrays: Sequence[Any], chosen: Sequence[Any]) -> list[Any]:
-    """Return the arrays that have a derivative, and None for others and those not `chosen`."""
-    return [
-        x if mark not in (None, False) and jnp.issubdtype(x.dtype, jnp.inexact) else None
-        for x, mark in zip(arrays, chosen, strict=True)
-    ]
-
-
-def _with(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Return the arrays, with those of `others` that are not None in their places."""
-    return [x if y is None else y for x, y in zip(arrays, others, strict=True)]
-
-
-def _plus(totals: Sequence[Any], more: Sequence[Any]) -> list[Any]:
-    """Add cotangents to their sums."""
-    return [None if x is None else x + y.astype(x.dtype) for x, y in zip(totals, more, strict=True)]
-
-
-def _stacked(array: Array, dim: int, block: int) -> Array:
-    """Return the whole blocks along a dim as `(n, ..., block, ...)`."""
-    count = array.shape[dim] // block
-    if count * block < array.shape[dim]:
-        array = lax.slice_in_dim(array, 0, count * block, axis=dim)
-    shape = (*array.shape[:dim], count, block, *array.shape[dim + 1 :])
-    return jnp.moveaxis(array.reshape(shape), dim, 0)

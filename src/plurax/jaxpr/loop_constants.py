@@ -16,8 +16,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import Var
+from jaxtyping import Array
 
+from plurax.jaxpr.barrier import order_after
 from plurax.jaxpr.compat import Scan, open_jaxpr
 from plurax.jaxpr.interpret import variables
 
@@ -58,3 +61,16 @@ def _broadcasting(eqn: Any, broadcasts: dict[Any, Any]) -> Any:
     body = body.replace(eqns=[*before, *body.eqns])
     body = body if open_jaxpr(jaxpr)[0] is jaxpr else jaxpr.replace(jaxpr=body)
     return eqn.replace(invars=read, params={**eqn.params, "jaxpr": body})
+
+
+def changing(array: Any, start: Any) -> Array:
+    """Return an array of numbers as what depends on a number that changes within the loop.
+
+    Compilers of CPUs and GPUs compute what does not change before a loop, broadcasts too, and hold
+    it: of -1e30 for a mask, an array of queries by the keys of a block for each loop.
+    """
+    number = array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, jnp.number)
+    if isinstance(start, int) or not number:
+        return array
+    (zero,) = order_after([jnp.int32(0)], start)
+    return array | (zero != 0) if array.dtype == jnp.bool_ else array + zero.astype(array.dtype)

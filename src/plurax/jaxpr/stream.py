@@ -39,15 +39,18 @@ from plurax.jaxpr.interpret import (
     variables,
 )
 from plurax.jaxpr.key_blocks import KeyBlocks
+from plurax.jaxpr.masked_queries import seen_queries
 from plurax.user_frames import warn
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamOptions:
-    """The keys of a block, and how tokens are split over devices, if they are."""
+    """The keys of a block, how tokens are split over devices, if they are, and whether queries that
+    see none of the keys of a block are left out."""
 
     size: int
     context: Context | None
+    skip: bool
 
     @property
     def fewest(self) -> int:
@@ -56,12 +59,18 @@ class StreamOptions:
 
 
 def streamed(
-    fun: Callable[..., PyTree], block: int | None, context: Context | None = None
+    fun: Callable[..., PyTree],
+    block: int | None,
+    context: Context | None = None,
+    *,
+    skip: bool = False,
 ) -> Callable[..., PyTree]:
     """Return the same function with attention in blocks of keys; apply it before differentiation.
 
     **Arguments:** `fun`, a function of trees of arrays, its first argument the parameters; `block`,
-    the keys of a block. None: `fun` is returned; `context`, over which devices tokens are split.
+    the keys of a block. None: `fun` is returned; `context`, over which devices tokens are split;
+    `skip`: whether queries that a mask hides a block from are left out of it; they are sliced, so
+    their dim must not be split over devices.
 
     Warns with `StreamWarning` of a product of activations with more keys that cannot be
     streamed, with the line of the equation that is at fault.
@@ -82,7 +91,8 @@ def streamed(
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
         parameters = len(jax.tree.leaves(args[0]))
         of_rows = set(closed.jaxpr.invars[parameters:])
-        out = _evaluate(closed.jaxpr, closed.consts, leaves, of_rows, StreamOptions(block, context))
+        options = StreamOptions(block, context, skip)
+        out = _evaluate(closed.jaxpr, closed.consts, leaves, of_rows, options)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return in_blocks if context is None else split_from_start(in_blocks)
@@ -105,13 +115,17 @@ def _evaluate(
         return interpret(jaxpr, consts, args, default=apply)
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     values.update(flat.constants)
+    constants = {var: values[var] for var in (*jaxpr.constvars, *flat.constants)}
 
     def read(atom: Any) -> Any:
         return constant(atom) if isinstance(atom, Literal) else values[atom]
 
     for step in _in_order(flat.eqns, flat.results, regions):
         if isinstance(step, Region):
-            stream = KeyBlocks(step, options.size, options.context)
+            seen = None
+            if options.skip:
+                seen = seen_queries(step, options.size, flat.eqns, jaxpr.invars, constants)
+            stream = KeyBlocks(step, options.size, options.context, seen)
             inputs = [values[var] for var, _ in step.inputs]
             results = stream(inputs, [values[var] for var in stream.beside])
             values.update(zip(step.results, results, strict=True))

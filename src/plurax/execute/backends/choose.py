@@ -40,7 +40,9 @@ def make_backend(
             f"microbatches={plan.most_microbatches}."
         )
     context = Context(plan.context, plan.context_strategy) if plan.context > 1 else None
-    task = streamed_task(task, plan.stream, context)
+    # Of tokens that are split over devices a range would be gathered from others.
+    skip = plan.tensor == 1 and plan.context == 1
+    task = streamed_task(task, plan.stream, context, skip=skip)
     if not needs_partitioner(task, plan):
         # A plan that splits only the batch runs the task's functions unchanged: XLA may fuse them.
         return ReplicatedBackend(task, optimizer, plan, platform=platform_of(mesh))
