@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.draws import draws
 
+from plurax.jaxpr.context import Context
 from plurax.jaxpr.interpret import all_equations, flat_equations
 from plurax.jaxpr.intervals import Intervals
 from plurax.jaxpr.stream import streamed
@@ -233,6 +234,14 @@ def test_values_and_gradients_are_the_same(name):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-10, atol=1e-12), written, out
     )
+    assert some / every == share
+
+
+@pytest.mark.parametrize(("strategy", "share"), [("heads", HALF), ("ring", 1), ("gather", 1)])
+def test_keys_are_left_out_where_a_device_has_all_tokens(strategy, share):
+    attention, context = masked(before, -1e30), Context(2, strategy)
+    _, every = computed(attention, inputs())
+    _, some = computed(attention, inputs(), skip=True, context=context)
     assert some / every == share
 
 

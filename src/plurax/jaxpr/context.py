@@ -42,15 +42,11 @@ class Context:
     devices: int
     strategy: ContextStrategy
 
-    def block(self, keys: int, block: int) -> int:
-        """Return the keys of a block: of the divisors of a device's keys that nearest to `block`.
-
-        >>> Context(4, "ring").block(4096, 300), Context(4, "ring").block(4096, 2048)
-        (256, 1024)
-        """
-        own = keys // self.devices
-        sizes = [size for size in range(1, own + 1) if own % size == 0]
-        return min(sizes, key=lambda size: max(size, block) / min(size, block))
+    def block(self, region: Region, block: int) -> int:
+        """Return the keys of a block, so that each device has whole blocks of its own keys."""
+        if self.exchanges_heads(region):
+            return block
+        return nearest_divisor(region.size // self.devices, block)
 
     def splits(self, region: Region) -> bool:
         """Whether the devices divide a region's keys and queries."""
@@ -87,8 +83,12 @@ class Context:
 
         Where heads are exchanged each device has all tokens.
         """
-        split = label == _tokens(region)[0] and self._heads(region) is None
+        split = label == _tokens(region)[0] and not self.exchanges_heads(region)
         return over_context(places, 0) if split else places
+
+    def exchanges_heads(self, region: Region) -> bool:
+        """Whether each device has all tokens, for a share of the heads."""
+        return self._heads(region) is not None
 
     def _heads(self, region: Region) -> int | None:
         """Return the label of the heads that are exchanged for tokens, if devices divide them."""
@@ -97,6 +97,16 @@ class Context:
         sizes = _sizes(region)
         divided = [label for label in region.shared if sizes[label] % self.devices == 0]
         return divided[-1] if divided else None
+
+
+def nearest_divisor(number: int, size: int) -> int:
+    """Return the divisor of a number that is nearest to a size, by their ratio.
+
+    >>> nearest_divisor(1024, 300), nearest_divisor(1024, 2048)
+    (256, 1024)
+    """
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    return min(divisors, key=lambda n: max(n, size) / min(n, size))
 
 
 def _sizes(region: Region) -> dict[int, int]:

@@ -89,9 +89,7 @@ class KeyBlocks:
         context: Context | None = None,
         queries: Queries | None = None,
     ) -> None:
-        self._context = context if context is not None and context.splits(region) else None
-        if self._context is not None:
-            block = self._context.block(region.size, block)
+        self._context = context
         self.region, self.block, self.beside = region, block, region.beside()
         self.whole, self.rest = divmod(region.size, block)
         self._queries = queries or Queries([(0, self.whole, None)])

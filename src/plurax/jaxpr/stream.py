@@ -122,10 +122,16 @@ def _evaluate(
 
     for step in _in_order(flat.eqns, flat.results, regions):
         if isinstance(step, Region):
+            context, block = options.context, options.size
+            if context is not None and context.splits(step):
+                block = context.block(step, block)
+            else:
+                context = None
             seen = None
-            if options.skip:
-                seen = seen_queries(step, options.size, flat.eqns, jaxpr.invars, constants)
-            stream = KeyBlocks(step, options.size, options.context, seen)
+            # A range of tokens that are split over devices would be gathered from others.
+            if options.skip and (context is None or context.exchanges_heads(step)):
+                seen = seen_queries(step, block, flat.eqns, jaxpr.invars, constants)
+            stream = KeyBlocks(step, block, context, seen)
             inputs = [values[var] for var, _ in step.inputs]
             results = stream(inputs, [values[var] for var in stream.beside])
             values.update(zip(step.results, results, strict=True))

@@ -40,9 +40,8 @@ def make_backend(
             f"microbatches={plan.most_microbatches}."
         )
     context = Context(plan.context, plan.context_strategy) if plan.context > 1 else None
-    # Of tokens that are split over devices a range would be gathered from others.
-    skip = plan.tensor == 1 and plan.context == 1
-    task = streamed_task(task, plan.stream, context, skip=skip)
+    # Of tokens that may be split over `tensor` a range would be gathered from others.
+    task = streamed_task(task, plan.stream, context, skip=plan.tensor == 1)
     if not needs_partitioner(task, plan):
         # A plan that splits only the batch runs the task's functions unchanged: XLA may fuse them.
         return ReplicatedBackend(task, optimizer, plan, platform=platform_of(mesh))
