@@ -15,6 +15,7 @@ writes into `docs/assets`, with a palette of few colours, so that a page loads f
 | `servers` | `servers.png`, `workers.png` | Ray |
 | `schedules` | `schedules.png` | |
 | `what-is-split` | `what-is-split.png` | |
+| `context` | `context.png` | |
 
 Those of the benchmarks are drawn by `python -m benchmarks.report`.
 """
@@ -44,7 +45,7 @@ from matplotlib.patheffects import withStroke
 
 import plurax as px
 from plurax import experiment
-from plurax.report.colors import LIGHT, PALETTE
+from plurax.report.colors import LIGHT, PALETTE, PAPER
 from plurax.report.picture import shrink_png
 
 ASSETS = Path(__file__).parent / "assets"
@@ -243,7 +244,11 @@ def _number(axis: Axes, x: float, y: float, device: int | None) -> None:
 
 
 def _draw_box(
-    axis: Axes, at: tuple[float, float], size: Sequence[float], device: int | None
+    axis: Axes,
+    at: tuple[float, float],
+    size: Sequence[float],
+    device: int | None,
+    shared: str = SHARED,
 ) -> None:
     if device is not None and device >= len(OWNERS):
         first = device - len(OWNERS)
@@ -252,8 +257,117 @@ def _draw_box(
                       hatch="//", linewidth=0)
         )  # fmt: skip
         return
-    color = SHARED if device is None else OWNERS[device]
+    color = shared if device is None else OWNERS[device]
     axis.add_patch(Rectangle(at, *size, facecolor=color, linewidth=0))
+
+
+# --- Tokens over devices --------------------------------------------------------------------------
+
+Held = Callable[[int, int, int], bool]
+"""Whether a device holds a quarter of the tokens of a quarter of the heads."""
+
+
+def _own(device: int, tokens: int, head: int) -> bool:
+    return tokens == device
+
+
+def _every(device: int, tokens: int, head: int) -> bool:
+    return True
+
+
+def _own_heads(device: int, tokens: int, head: int) -> bool:
+    return head == device
+
+
+def _arrived(turn: int) -> Held:
+    return lambda device, tokens, head: tokens == (device - turn) % 4
+
+
+Sends = Callable[[int, int], Sequence[tuple[int, int]]]
+"""From a device and a column, the devices that it sends to, and whose tokens these are."""
+
+
+def _to_next(device: int, column: int) -> Sequence[tuple[int, int]]:
+    return [((device + 1) % 4, (device - column + 1) % 4)] if column else []
+
+
+def _to_all(device: int, column: int) -> Sequence[tuple[int, int]]:
+    return [(to, device) for to in range(4) if to != device and column]
+
+
+def _exchange(device: int, column: int) -> Sequence[tuple[int, int]]:
+    return [(to, to if column else device) for to in range(4) if to != device]
+
+
+STRATEGIES: dict[str, tuple[dict[str, Held], Sends]] = {
+    "ring": (
+        {"queries": _own, "keys, values\nin turn 0": _arrived(0)}
+        | {f"turn {turn}": _arrived(turn) for turn in (1, 2, 3)},
+        _to_next,
+    ),
+    "gather": ({"queries": _own, "keys, values": _own, "gathered": _every}, _to_all),
+    "heads": (
+        {"queries,\nkeys, values": _own, "in attention": _own_heads, "result": _own}, _exchange,
+    ),
+}  # fmt: skip
+"""What devices hold, one column after another, and what they send from one to the next."""
+WIDE, APART = 1.0, 1.75
+"""Of a box in a column, and from one column to the next."""
+
+
+def draw_context() -> None:
+    """Which device holds which tokens under the three strategies, and what it sends."""
+    figure = Figure(figsize=(9.0, 3.5), layout="constrained", dpi=120)
+    axes = figure.subplots(1, 3, width_ratios=[len(held) for held, _ in STRATEGIES.values()])
+    for axis, (name, (columns, sends)) in zip(axes, STRATEGIES.items(), strict=True):
+        axis.set_title(f'context=4, "{name}"', fontsize=10, family="monospace")
+        for column, (label, holds) in enumerate(columns.items()):
+            left = APART * column
+            lines = label if "\n" in label else f"{label}\n"
+            axis.text(left + WIDE / 2, 4.4, lines, ha="center", va="baseline", fontsize=7.5)
+            for device in range(4):
+                _draw_held(axis, left, device, holds)
+                if column < len(columns) - 1:
+                    _draw_sends(axis, left, device, sends(device, column))
+        for device in range(4):
+            axis.text(-0.2, device + 0.4, f"device {device}", rotation=90, fontsize=7,
+                      ha="right", va="center")  # fmt: skip
+        axis.set_xlim(-0.5, APART * (len(columns) - 1) + WIDE)
+        axis.set_ylim(4.6, -0.05)
+        axis.set_axis_off()
+    handles = [
+        Patch(color=color, label=f"tokens of device {device}")
+        for device, color in enumerate(OWNERS)
+    ]
+    handles.append(Patch(color=PAPER, label="not on this device"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "context.png"
+        figure.savefig(path)
+        _keep(path, "context.png")
+
+
+def _draw_held(axis: Axes, left: float, device: int, holds: Held) -> None:
+    """Draw what a device holds: tokens from left to right, heads from top to bottom."""
+    side, height = WIDE / 4, 0.84 / 4
+    _draw_box(axis, (left, device), (WIDE, 0.84), None, PAPER)
+    for tokens in range(4):
+        heads = [head for head in range(4) if holds(device, tokens, head)]
+        for head in heads:
+            at = left + side * tokens, device + height * head
+            _draw_box(axis, at, (side, height), tokens)
+        if heads:
+            middle = device + height * (sum(heads) / len(heads) + 0.5)
+            _number(axis, left + side * (tokens + 0.5), middle, tokens)
+
+
+def _draw_sends(axis: Axes, left: float, device: int, sends: Sequence[tuple[int, int]]) -> None:
+    for to, tokens in sends:
+        start, end = (left + WIDE + 0.04, device + 0.42), (left + APART - 0.04, to + 0.42)
+        axis.annotate("", end, start, arrowprops={
+            "arrowstyle": "-|>", "color": OWNERS[tokens], "linewidth": 1.0, "mutation_scale": 6,
+            "shrinkA": 0, "shrinkB": 0,
+        })  # fmt: skip
 
 
 # --- A search -------------------------------------------------------------------------------------
@@ -400,6 +514,7 @@ PICTURES: dict[str, Callable[[], None]] = {
     "servers": draw_runs_with_servers,
     "schedules": draw_schedules,
     "what-is-split": draw_what_is_split,
+    "context": draw_context,
 }
 
 if __name__ == "__main__":

@@ -146,3 +146,22 @@ def test_optuna_proposes_a_population():
     study = functions["search"](rounds=2, members=3, epochs=1, plan=plan)
     assert len(study.trials) == 6
     assert all(trial.value is not None for trial in study.trials)
+
+
+def test_recall_needs_whole_sequences(capsys):
+    main = runpy.run_path(str(EXAMPLES / "recall.py"))["main"]
+    main(tokens=512, window=64, epochs=4, block=64)
+    verified, shares, costs = capsys.readouterr().out.rsplit("\n\n", 2)
+    assert "computes what one device computes" in verified
+    in_pieces, in_whole = (numbers(line) for line in shares.splitlines()[1:])
+    assert in_whole[0] > 90
+    assert min(in_pieces[1], in_whole[2]) > 50
+    assert in_pieces[2] < 12  # a sixteenth is guessed
+    as_written, in_blocks, ring = (numbers(line) for line in costs.splitlines()[1:])
+    assert as_written[0] > in_blocks[0] > ring[0]
+    assert as_written[1] == in_blocks[1] == 0 < ring[1]
+
+
+def numbers(line):
+    """Those of the columns that follow the name of a row."""
+    return [float(column.strip(" %")) for column in line[28:].split()]
