@@ -40,7 +40,7 @@ from plurax.hlo.compiled_collectives import collectives
 from plurax.hlo.memory import memory
 
 DEVICES, HEADS, BLOCK, RATE = 8, 8, 512, 1e-3
-HERE = (2048,)
+HERE = (2048, 4096)
 ELSEWHERE = (32768, 131072)
 ROUNDS = 5
 STRATEGIES = ("ring", "gather", "heads")

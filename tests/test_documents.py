@@ -43,7 +43,8 @@ TIME = re.compile(r"\s*(µs|ms|s|seconds|examples/s)\b")
 
 # Pages that show what a program holds, or in which order it communicates.
 COMPILED = {
-    "members.md", "pipelines.md", "remat.md", "theory.md", "tutorial.md", "worked-cases.md"
+    "long-context.md", "members.md", "pipelines.md", "remat.md", "theory.md", "tutorial.md",
+    "worked-cases.md",
 }  # fmt: skip
 HELD = re.compile(r"\b(bytes|MiB|arrays|need)\b")
 """Lines with numbers that are another compiler's where programs come from the cache."""
