@@ -8,7 +8,8 @@ import pytest
 from tests.unit import test_stream as forms
 
 import plurax as px
-from plurax.errors import PlanError, StreamWarning
+from plurax.errors import PlanError, ShardingWarning, StreamWarning
+from plurax.partition.operators import RULES
 
 B, TOKENS, BLOCK = 2, 24, 4
 ROWS = ("of_queries", "of_keys", "keys")
@@ -107,6 +108,14 @@ def test_each_form_goes_around(attention):
     sent = {one.kind for one in program.collectives() if one.bytes >= keys // 2}
     gathered = {"all-gather"} if attention in WITH_TOKENS else set()
     assert sent - {"all-reduce"} == {"collective-permute"} | gathered
+
+
+def test_blocks_of_which_one_needs_all_queries_do_not_go_around(monkeypatch):
+    """In a turn devices have different blocks, so that none may wait for another's."""
+    monkeypatch.delitem(RULES, "threefry2x32")
+    with pytest.warns(ShardingWarning, match="threefry2x32"):
+        program = assert_equal_to_one_device(forms.dropout, context=2, context_strategy="ring")
+    assert "collective-permute" not in {one.kind for one in program.collectives()}
 
 
 def test_tokens_that_devices_do_not_divide_say_so():

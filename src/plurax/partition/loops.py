@@ -41,7 +41,8 @@ class Loop:
     iteration may gather over `data` (ZeRO). Where one gather before the loop sends less, the carry
     is replicated over `data` first.
 
-    Where blocks of keys go around in a ring (see `ring.py`), the iterations are split over devices.
+    Where blocks of keys go around in a ring (see `ring.py`), the iterations are split over devices;
+    not with `ring=False`.
     """
 
     def __init__(
@@ -50,11 +51,15 @@ class Loop:
         eqn: Any,
         inputs: list[ValueVersions],
         goals: list[TensorSharding | None],
+        *,
+        ring: bool = True,
     ) -> None:
         self.partitioner, self.eqn = partitioner, eqn
         self.scan = Scan.of(eqn)
         self.length, self.carried = self.scan.length, self.scan.num_carry
-        self.in_ring = goes_around(partitioner, eqn, inputs)
+        self.in_ring = ring and goes_around(partitioner, eqn, inputs)
+        # Whether an iteration communicates over the ring, where devices have different blocks.
+        self.mixes_blocks = False
         self.consts, carry, xs = self.scan.split(inputs)
         self.carry = Carry(partitioner, self.scan.split(self.scan.body.invars)[1], carry)
         self.xs = [self._unstacked(versions) for versions in xs]
@@ -83,6 +88,7 @@ class Loop:
             with self.partitioner.planning() as records:
                 self._iteration(self.carry.shapes(), rows)
             if self.carry.learn(self.found[: self.carried]):
+                self.mixes_blocks = self.in_ring and any(AXIS in one.axes for one in records)
                 # `sent` is that of one iteration, and the alternative is sent once.
                 gathers = [one for one in records if set(REPLICAS).intersection(one.axes)]
                 sent = sum(record.bytes_sent for record in gathers)

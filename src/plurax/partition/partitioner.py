@@ -341,6 +341,9 @@ class Partitioner(Resharder):
         """Evaluate a `scan`; collectives in its body are recorded `length` times."""
         loop = Loop(self, eqn, inputs, goals)
         loop.settle()
+        if loop.mixes_blocks:
+            loop = Loop(self, eqn, inputs, goals, ring=False)
+            loop.settle()
         with self.needed_by(eqn):
             start = loop.start()
         return loop.run(start)
