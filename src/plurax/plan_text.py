@@ -38,6 +38,8 @@ def explained(plan: Any, batch_size: int | None = None) -> str:
                 else "; parameters are replicated."
             )
         )
+    elif plan.context > 1:
+        lines.append("  data=1: each device has tokens of all sequences of the batch.")
     else:
         lines.append("  data=1: the whole batch goes to one device.")
     if plan.most_microbatches > 1:

@@ -328,6 +328,10 @@ def test_explain_counts_the_places():
     text = Plan(data=4, microbatches=8).explain(batch_size=100)
     assert "4 devices × 8 microbatches × 4 examples; 28 of 128 rows are padding." in text
     assert "bfloat16" in Plan(precision="bfloat16").explain()
+    long = Plan(context=4, stream=8, context_strategy="ring", zero=1).explain()
+    assert "each device has tokens of all sequences" in long
+    assert "split over 4 devices;\n    keys and values go around in a ring" in long
+    assert "optimizer's state is split over data and context" in long
     assert "add them up over data" in Plan(data=2, reduce_dtype="bfloat16").explain()
     assert Plan.from_toml(Plan(reduce_dtype="bfloat16").to_toml()).reduce_dtype == "bfloat16"
 
