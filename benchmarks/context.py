@@ -18,7 +18,6 @@ Sources: Liu et al. 2023, "Ring Attention", https://arxiv.org/abs/2310.01889; Ja
 "DeepSpeed Ulysses", https://arxiv.org/abs/2309.14509.
 """
 
-import argparse
 import functools
 import statistics
 import sys
@@ -35,7 +34,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import plurax as px
-from benchmarks.long_context import WIDTH, as_written, task_of, transformer_layer
+from benchmarks.long_context import WIDTH, as_written, run, task_of, transformer_layer
 from plurax.hlo.compiled_collectives import collectives
 from plurax.hlo.memory import memory
 
@@ -298,6 +297,7 @@ NAMES = (*STRATEGIES, *(f"{name} by hand" for name in STRATEGIES), "XLA's partit
 
 def here() -> None:
     """Print what each takes on 8 virtual devices of this machine."""
+    px.virtual_devices(DEVICES)
     task = task_of(as_written, heads=HEADS)
     for tokens in HERE:
         x = np.random.default_rng(0).normal(size=(1, tokens, WIDTH)).astype(np.float32)
@@ -349,19 +349,5 @@ def elsewhere(target: str) -> None:
             print(f"{target:8} {tokens:7,} tokens, {_text(case)}", flush=True)
 
 
-def main() -> int:
-    """Measure here, or compile for the machines that are named."""
-    parser = argparse.ArgumentParser("python -m benchmarks.context", description=__doc__)
-    parser.add_argument("targets", nargs="*")
-    jax.config.update("jax_platforms", "cpu")
-    targets = parser.parse_args().targets
-    for target in targets:
-        elsewhere(target)
-    if not targets:
-        px.virtual_devices(DEVICES)
-        here()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(str(__doc__), here, elsewhere))

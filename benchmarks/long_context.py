@@ -192,9 +192,11 @@ def elsewhere(target: str) -> None:
                   f"{held / tokens / 1024:7,.0f} KiB a token", flush=True)  # fmt: skip
 
 
-def main() -> int:
-    """Measure here, or compile for the machines that are named."""
-    parser = argparse.ArgumentParser("python -m benchmarks.long_context", description=__doc__)
+def run(text: str, here: Callable[[], None], elsewhere: Callable[[str], None]) -> int:
+    """Measure here, or compile for the machines that the command line names."""
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("targets", nargs="*")
     jax.config.update("jax_platforms", "cpu")
     targets = parser.parse_args().targets
@@ -206,4 +208,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(str(__doc__), here, elsewhere))

@@ -118,6 +118,22 @@ def test_blocks_of_which_one_needs_all_queries_do_not_go_around(monkeypatch):
     assert "collective-permute" not in {one.kind for one in program.collectives()}
 
 
+def over_tokens(p, q, k, v):
+    """A cumulative sum, a shift, a sort and a convolution over tokens, before attention."""
+    k = jnp.roll(k, 1, axis=1) + jnp.sort(k, axis=1)
+    rows = v.reshape(len(v), TOKENS, -1)
+    kernel = jnp.ones((3, rows.shape[2], rows.shape[2])) / 8
+    numbers = ("NWC", "WIO", "NWC")
+    v = jax.lax.conv_general_dilated(rows, kernel, (1,), "SAME", dimension_numbers=numbers)
+    return forms.causal(p, jnp.cumsum(q, axis=1), k, v.reshape(q.shape))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "heads"])
+def test_what_reads_other_tokens_gathers_them(strategy):
+    program = assert_equal_to_one_device(over_tokens, context=2, context_strategy=strategy)
+    assert "all-gather" in {one.kind for one in program.collectives()}
+
+
 def test_tokens_that_devices_do_not_divide_say_so():
     with pytest.raises(PlanError, match="no attention was found whose queries and keys 5 devices"):
         step(forms.plain, context=5)

@@ -31,7 +31,7 @@ from plurax.jaxpr.annotate import OverContext, over_context
 from plurax.jaxpr.compat import Scan, called_jaxpr, inner_jaxprs, is_plain_call
 from plurax.jaxpr.equal_dims import equal_dims, shape_of
 from plurax.jaxpr.follow_dim import Region
-from plurax.jaxpr.interpret import bind, constant, equation_context, flat_equations
+from plurax.jaxpr.interpret import bind, evaluate, flat_equations
 from plurax.plan import ContextStrategy
 
 
@@ -50,7 +50,8 @@ class Context:
 
     def splits(self, region: Region) -> bool:
         """Whether the devices divide a region's keys and queries."""
-        return region.size % self.devices == 0 == _tokens(region)[1] % self.devices
+        sizes = region.size, _tokens(region)[1]
+        return all(size % self.devices == 0 for size in sizes)
 
     def of_inputs(self, region: Region, arrays: Sequence[Array]) -> list[Array]:
         """Return a region's inputs, split over `context` by tokens, and then by heads if asked."""
@@ -167,18 +168,19 @@ def split_from_start(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
         parameters = len(jax.tree.leaves(args[0]))
         whole = {*jaxpr.invars[:parameters], *jaxpr.constvars, *flat.constants}
         starts = dims.starts(flat.eqns, [v for v in jaxpr.invars if v not in whole])
-        values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(flat.constants)
 
-        def write(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
-            for var, array in zip(variables, arrays, strict=True):
-                values[var] = array if var not in starts else over_context(array, starts[var])
+        def begun(variables: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+            pairs = zip(variables, arrays, strict=True)
+            return [over_context(x, starts[v]) if v in starts else x for v, x in pairs]
 
-        write(jaxpr.invars, [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)])
-        for eqn in flat.eqns:
-            inputs = [constant(a) if isinstance(a, Literal) else values[a] for a in eqn.invars]
-            with equation_context(eqn):
-                write(eqn.outvars, bind(eqn, inputs))
-        out = [constant(a) if isinstance(a, Literal) else values[a] for a in flat.results]
+        leaves = begun(jaxpr.invars, [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)])
+        inputs = zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *leaves), strict=True)
+        out = evaluate(
+            flat.eqns,
+            {**flat.constants, **dict(inputs)},
+            flat.results,
+            default=lambda eqn, arrays: begun(eqn.outvars, bind(eqn, arrays)),
+        )
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return split
@@ -239,9 +241,9 @@ class _Dims:
 
         Of branches and `while` loops nothing is known: their results begin.
         """
-        if len(inner_jaxprs(eqn)) != 1 or len(inner_jaxprs(eqn)[0].invars) != len(eqn.invars):
+        bodies = inner_jaxprs(eqn)
+        if len(bodies) != 1 or len(bodies[0].invars) != len(eqn.invars):
             self._begin.update(var for var in eqn.outvars if var in self.of)
-            self._inside(inner_jaxprs(eqn))
             return
         body, _ = called_jaxpr(eqn)
         self._into(body.outvars, eqn.outvars, 0)
@@ -262,10 +264,6 @@ class _Dims:
         self._into(outer[0], consts, 0)
         self._into(outer[1], carry, 0)
         self._into(outer[2], xs, 1)
-
-    def _inside(self, jaxprs: Sequence[Any]) -> None:
-        for jaxpr in jaxprs:
-            self.walk(jaxpr.eqns)
 
     def _into(self, targets: Sequence[Any], sources: Sequence[Any], shift: int) -> None:
         """Give targets the dims of sources, shifted for the rows of a loop's stacks."""

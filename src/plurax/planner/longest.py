@@ -37,7 +37,7 @@ from plurax.members import Members
 from plurax.plan import Plan
 from plurax.planner.effort import EVALUATIONS
 from plurax.planner.found import Found, wrapped
-from plurax.planner.search import _pinned_fields, search
+from plurax.planner.search import pinned_fields, search
 from plurax.task import Task
 from plurax.tree import human_bytes
 from plurax.user_frames import user_frames
@@ -154,7 +154,7 @@ def longest(
             "says what a search must keep. Leave one of them out."
         )
     check_kinds(task, optimizer, plan or Plan(), Members(1) if callable(task) else None)
-    _pinned_fields(pinned or {})  # raises for names of no fields
+    pinned_fields(pinned or {})  # raises for names of no fields
     if machine is None:
         machine = measure_machine()
     if not isinstance(machine, Machine):

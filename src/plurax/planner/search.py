@@ -111,7 +111,7 @@ def search(
     `PlanError` if these do not either, and says what comes nearest, and `TaskError` for a loss that
     mixes examples and does not say so, as `compile`.
     """
-    fields = [] if pinned is None else _pinned_fields(pinned)
+    fields = [] if pinned is None else pinned_fields(pinned)
     pinned = Plan(**pinned) if isinstance(pinned, Mapping) else pinned or Plan()
     check_kinds(task, optimizer, pinned, members)
     count = check_whole("plurax.search", "count", count)
@@ -261,7 +261,7 @@ def _of_one_member(wanted: _Wanted) -> _Wanted:
     )  # fmt: skip
 
 
-def _pinned_fields(pinned: Plan | Mapping[str, Any]) -> list[str]:
+def pinned_fields(pinned: Plan | Mapping[str, Any]) -> list[str]:
     """Return the fields of a plan that the search must keep."""
     if isinstance(pinned, Mapping):
         known = [field.name for field in dataclasses.fields(Plan)]
