@@ -237,9 +237,16 @@ def test_values_and_gradients_are_the_same(name):
     assert some / every == share
 
 
-@pytest.mark.parametrize(("strategy", "share"), [("heads", HALF), ("ring", 1), ("gather", 1)])
-def test_keys_are_left_out_where_a_device_has_all_tokens(strategy, share):
-    attention, context = masked(before, -1e30), Context(2, strategy)
+@pytest.mark.parametrize(
+    ("strategy", "ordered", "share"),
+    [
+        ("heads", False, HALF),
+        *((s, ordered, HALF if ordered else 1)
+          for s in ("ring", "gather") for ordered in (False, True)),
+    ],
+)  # fmt: skip
+def test_keys_are_left_out_where_a_device_has_tokens_of_all_ranges(strategy, ordered, share):
+    attention, context = masked(before, -1e30), Context(2, strategy, ordered=ordered)
     _, every = computed(attention, inputs())
     _, some = computed(attention, inputs(), skip=True, context=context)
     assert some / every == share

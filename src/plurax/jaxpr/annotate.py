@@ -36,14 +36,17 @@ batching.primitive_batchers[annotate_p] = _batched
 
 
 class OverContext:
-    """The annotation of a value with one dim split over `context`: that of tokens, or of heads."""
+    """The annotation of a value with a dim split over `context`: that of tokens, or of heads.
 
-    def __init__(self, dim: int, *, tokens: bool = True) -> None:
+    Where `dim` is None, with none split over it.
+    """
+
+    def __init__(self, dim: int | None, *, tokens: bool = True) -> None:
         self.dim, self.tokens = dim, tokens
 
 
-def over_context(x: Array, dim: int, *, tokens: bool = True) -> Array:
-    """Split a dim over the mesh axis `context`: that of tokens, or of heads."""
+def over_context(x: Array, dim: int | None, *, tokens: bool = True) -> Array:
+    """Split a dim over the mesh axis `context`: that of tokens, or of heads. None: gather all."""
     tag = OverContext(dim, tokens=tokens)
     split: Array = annotate_p.bind(x, tag=tag, batch=(), transposed=False)
     return split

@@ -74,11 +74,6 @@ def zero_blocks(array: Any, count: int | None = None) -> Any:
     return jnp.zeros(array.shape if count is None else (count, *array.shape[1:]), array.dtype)
 
 
-def joined(parts: Sequence[Array]) -> Array:
-    """Return blocks of groups as one stack."""
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-
 def stack_blocks(array: Array, dim: int, block: int) -> Array:
     """Return the whole blocks along a dim as `(n, ..., block, ...)`."""
     count = array.shape[dim] // block

@@ -1,64 +1,76 @@
-"""Split the tokens of a sequence over devices: which values have tokens, and where they begin.
+"""Split the tokens that attention reads over devices, and the heads where these are exchanged.
 
-Attention says which dim is that of tokens: the queries' dim, and the keys'. From there it is
-followed back through the equations, by dims that are one index, to the values that have it first.
-These are split over the mesh axis `context`, and all that is computed from them follows.
-
-    a language model, tokens (B, 1025), width 512            split over context=4
-
-    x = tokens[:, :-1]             (B, 1024)                 begins here: (B, 256) on a device
-    h = table[x]                   (B, 1024, 512)            begins here: a gather is not followed
-    h = h + positions              (B, 1024, 512)            follows
-    loop over layers: carry h      (B, 1024, 512)            follows
-      q, k, v = ...                (B, 1024, 8, 64)          annotated: attention reads them
-      o = attention                (B, 1024, 8, 64)          follows q
-    loss = mean(-log p)            (B,)                      partial sums over context
-
-Parameters are not split: what meets tokens split over devices is cut there, without communication.
+Attention says which dim is that of tokens: the queries' dim, and the keys'. What it reads and
+returns is annotated here, and `over_tokens.py` follows these dims to where they begin.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.extend.core import Literal
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
-from plurax.jaxpr.annotate import OverContext, over_context
-from plurax.jaxpr.compat import Scan, called_jaxpr, inner_jaxprs, is_plain_call
+from plurax.jaxpr.annotate import over_context
 from plurax.jaxpr.equal_dims import equal_dims, shape_of
 from plurax.jaxpr.follow_dim import Region
-from plurax.jaxpr.interpret import bind, evaluate, flat_equations
+from plurax.jaxpr.masked_queries import Queries
+from plurax.jaxpr.token_order import Order, OrderMark, marked
 from plurax.plan import ContextStrategy
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The devices over which tokens are split, and how queries meet the keys of other devices."""
+    """The devices over which tokens are split, and how queries meet the keys of other devices.
+
+    **Fields:** `devices`, `strategy`; `ordered`, whether devices may have shares of ranges of the
+    tokens instead of pieces (see `token_order.py`), if a mask makes it worthwhile.
+    """
 
     devices: int
     strategy: ContextStrategy
+    ordered: bool = False
 
-    def block(self, region: Region, block: int) -> int:
+    def block(self, region: Region, block: int, order: Order | None = None) -> int:
         """Return the keys of a block, so that each device has whole blocks of its own keys."""
         if self.exchanges_heads(region):
             return block
-        return nearest_divisor(region.size // self.devices, block)
+        own = region.size // self.devices if order is None else order.share(region.size)
+        return nearest_divisor(own, block)
+
+    def order(self, region: Region) -> Order | None:
+        """Return the order in which devices may have a region's tokens; None for no other."""
+        (tokens, size), order = _tokens(region), Order(self.devices)
+        if not self.ordered or not (order.fits(size) and order.fits(region.size)):
+            return None
+        # Behind the sums each dim of tokens is known to be one.
+        known = all(
+            own == tokens
+            for eqn, _ in region.behind
+            for var in eqn.outvars
+            for own, length in zip(region.labels[var], shape_of(var), strict=True)
+            if length == size
+        )
+        beside = any(size in shape_of(var) for var in region.beside())
+        return None if beside or not known else order
+
+    def leaves_out(self, region: Region, queries: Queries) -> bool:
+        """Whether queries are left out, and the dim along which they are is that of tokens."""
+        var = next(a for eqn, _ in region.reductions for a in eqn.invars if a in region.dims)
+        dim = queries.dims.get(var)
+        return dim is not None and region.labels[var][dim] == _tokens(region)[0]
 
     def splits(self, region: Region) -> bool:
         """Whether the devices divide a region's keys and queries."""
         sizes = region.size, _tokens(region)[1]
         return all(size % self.devices == 0 for size in sizes)
 
-    def of_inputs(self, region: Region, arrays: Sequence[Array]) -> list[Array]:
+    def of_inputs(self, region: Region, queries: Queries, arrays: Sequence[Array]) -> list[Array]:
         """Return a region's inputs, split over `context` by tokens, and then by heads if asked."""
         (tokens, _), head = _tokens(region), self._heads(region)
         labels = _labels_of_inputs(region)
         split = []
-        for array, (var, key), known in zip(arrays, region.inputs, labels, strict=True):
+        in_order = _in_order(region, queries, arrays)
+        for array, (var, key), known in zip(in_order, region.inputs, labels, strict=True):
             dims = [d for d, label in known.items() if label == tokens]
             dims += [] if key is None else [key]
             if dims and shape_of(var)[dims[0]] > 1:
@@ -69,14 +81,21 @@ class Context:
             split.append(array)
         return split
 
-    def of_results(self, region: Region, arrays: Sequence[Array]) -> list[Array]:
+    def of_results(self, region: Region, queries: Queries, arrays: Sequence[Array]) -> list[Array]:
         """Return a region's results with their tokens split over `context`."""
         tokens, _ = _tokens(region)
         split = []
         for var, array in zip(region.results, arrays, strict=True):
             labels = region.labels[var]
-            has = tokens in labels
-            split.append(over_context(array, labels.index(tokens)) if has else array)
+            if tokens in labels:
+                dim = labels.index(tokens)
+                array = over_context(array, dim)
+                array = (
+                    marked(array, OrderMark((dim,), computed=True))
+                    if queries.order.devices > 1
+                    else array
+                )
+            split.append(array)
         return split
 
     def of_places(self, region: Region, places: Array, label: int) -> Array:
@@ -98,6 +117,21 @@ class Context:
         sizes = _sizes(region)
         divided = [label for label in region.shared if sizes[label] % self.devices == 0]
         return divided[-1] if divided else None
+
+
+def _in_order(region: Region, queries: Queries, arrays: Sequence[Array]) -> list[Array]:
+    """Return a region's inputs, with a mark on those that have queries or keys in an order."""
+    if queries.order.devices == 1:
+        return list(arrays)
+    of_queries = {
+        region.read[node]: dim for node, dim in queries.dims.items() if node in region.read
+    }
+    result = []
+    for array, source in zip(arrays, region.inputs, strict=True):
+        both = {source[1], of_queries.get(source)} - {None}
+        dims = tuple(d for d in range(array.ndim) if d in both and array.shape[d] > 1)
+        result.append(marked(array, OrderMark(dims)) if dims else array)
+    return result
 
 
 def nearest_divisor(number: int, size: int) -> int:
@@ -146,133 +180,3 @@ def _labels_of_inputs(region: Region) -> list[dict[int, int]]:
             if source is not None:
                 labels[source].setdefault(dim, label)
     return [labels[source] for source in region.inputs]
-
-
-# --- Where tokens begin ---------------------------------------------------------------------------
-
-
-def split_from_start(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Return the same function with tokens split over `context` from where they begin.
-
-    **Arguments:** `fun`, a function of trees of arrays, its first argument the parameters, in which
-    the inputs of attention are annotated.
-    """
-
-    @functools.wraps(fun)
-    def split(*args: PyTree) -> PyTree:
-        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-        jaxpr = closed.jaxpr
-        flat = flat_equations(jaxpr.eqns, jaxpr.outvars, inline=is_plain_call)
-        dims = _Dims()
-        dims.walk(flat.eqns)
-        parameters = len(jax.tree.leaves(args[0]))
-        whole = {*jaxpr.invars[:parameters], *jaxpr.constvars, *flat.constants}
-        starts = dims.starts(flat.eqns, [v for v in jaxpr.invars if v not in whole])
-
-        def begun(variables: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-            pairs = zip(variables, arrays, strict=True)
-            return [over_context(x, starts[v]) if v in starts else x for v, x in pairs]
-
-        leaves = begun(jaxpr.invars, [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)])
-        inputs = zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *leaves), strict=True)
-        out = evaluate(
-            flat.eqns,
-            {**flat.constants, **dict(inputs)},
-            flat.results,
-            default=lambda eqn, arrays: begun(eqn.outvars, bind(eqn, arrays)),
-        )
-        return jax.tree.unflatten(jax.tree.structure(shapes), out)
-
-    return split
-
-
-_PARTS = ("concatenate", "dynamic_slice", "pad", "slice", "split")
-"""Operations that leave dims of equal size as they are."""
-
-
-class _Dims:
-    """The dims of tokens, followed back from where attention reads them.
-
-    **Attributes:** `of`, for each variable its dim.
-    """
-
-    def __init__(self) -> None:
-        self.of: dict[Any, int] = {}
-        self._begin: set[Any] = set()
-
-    def _add(self, atom: Any, dim: int | None) -> None:
-        if dim is not None and not isinstance(atom, Literal) and shape_of(atom)[dim] > 1:
-            self.of.setdefault(atom, dim)
-
-    def walk(self, eqns: Sequence[Any]) -> None:
-        """Follow the dims back through equations."""
-        for eqn in reversed(eqns):
-            name = eqn.primitive.name
-            tag = eqn.params.get("tag")
-            if isinstance(tag, OverContext) and tag.tokens:
-                self._add(eqn.invars[0], tag.dim)
-            elif name == "scan":
-                self._through_scan(eqn)
-            elif inner_jaxprs(eqn):
-                self._through_call(eqn)
-            else:
-                self._through(eqn)
-
-    def _through(self, eqn: Any) -> None:
-        """Follow the dims of results to the operands that have them."""
-        pairs = list(equal_dims(eqn))
-        for var in eqn.outvars:
-            dim = self.of.get(var)
-            if dim is None:
-                continue
-            sources = [one for one, other in pairs if other == (len(eqn.invars), dim)]
-            if eqn.primitive.name in _PARTS:
-                shape = shape_of(var)
-                like = [(p, shape_of(atom)) for p, atom in enumerate(eqn.invars)]
-                same = [p for p, own in like if len(own) == len(shape) and own[dim] == shape[dim]]
-                sources = [(place, dim) for place in same]
-            for place, source in sources:
-                self._add(eqn.invars[place], source)
-            if not sources:
-                self._begin.add(var)
-
-    def _through_call(self, eqn: Any) -> None:
-        """Follow dims through a call with a derivative of its own, or one that is rematerialized.
-
-        Of branches and `while` loops nothing is known: their results begin.
-        """
-        bodies = inner_jaxprs(eqn)
-        if len(bodies) != 1 or len(bodies[0].invars) != len(eqn.invars):
-            self._begin.update(var for var in eqn.outvars if var in self.of)
-            return
-        body, _ = called_jaxpr(eqn)
-        self._into(body.outvars, eqn.outvars, 0)
-        self.walk(body.eqns)
-        self._into(eqn.invars, body.invars, 0)
-
-    def _through_scan(self, eqn: Any) -> None:
-        """Follow dims through a loop; what it carries has them in every iteration."""
-        scan = Scan.of(eqn)
-        body, carried = scan.body, scan.num_carry
-        consts, carry, xs = scan.split(body.invars)
-        outer = scan.split(eqn.invars)
-        self._into(body.outvars[:carried], eqn.outvars[:carried], 0)
-        self._into(body.outvars[carried:], eqn.outvars[carried:], -1)
-        for _ in range(2):  # from a carry to what the iteration before returned
-            self.walk(body.eqns)
-            self._into(body.outvars[:carried], carry, 0)
-        self._into(outer[0], consts, 0)
-        self._into(outer[1], carry, 0)
-        self._into(outer[2], xs, 1)
-
-    def _into(self, targets: Sequence[Any], sources: Sequence[Any], shift: int) -> None:
-        """Give targets the dims of sources, shifted for the rows of a loop's stacks."""
-        for target, source in zip(targets, sources, strict=True):
-            dim = None if isinstance(source, Literal) else self.of.get(source)
-            if dim is not None and dim + shift >= 0:
-                self._add(target, dim + shift)
-
-    def starts(self, eqns: Sequence[Any], inputs: Sequence[Any]) -> Mapping[Any, int]:
-        """Return the inputs and results of equations at which tokens begin, with their dims."""
-        begin = [var for eqn in eqns for var in eqn.outvars if var in self._begin]
-        return {var: self.of[var] for var in (*inputs, *begin) if var in self.of}

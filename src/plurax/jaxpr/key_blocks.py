@@ -36,6 +36,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 from jaxtyping import Array
 
+from plurax.jaxpr.annotate import over_context
 from plurax.jaxpr.barrier import order_after, pick_dependency
 from plurax.jaxpr.block_arrays import (
     combine,
@@ -43,7 +44,6 @@ from plurax.jaxpr.block_arrays import (
     finite,
     floating,
     inverse,
-    joined,
     neutral,
     plus,
     stack_blocks,
@@ -57,7 +57,7 @@ from plurax.jaxpr.follow_dim import Region, own_dims
 from plurax.jaxpr.forms import EXTREMES, Form
 from plurax.jaxpr.interpret import bind, constant, equation_context
 from plurax.jaxpr.loop_constants import changing
-from plurax.jaxpr.masked_queries import Queries, Range, cut, cut_rows, is_empty, put
+from plurax.jaxpr.masked_queries import Queries, Range, is_empty
 from plurax.jaxpr.random_blocks import bits_of_block
 from plurax.tree import sum_dtype
 
@@ -93,6 +93,7 @@ class KeyBlocks:
         self.region, self.block, self.beside = region, block, region.beside()
         self.whole, self.rest = divmod(region.size, block)
         self._queries = queries or Queries([(0, self.whole, None)])
+        self._order = self._queries.order
         # The inputs as blocks read them: the place in `region.inputs`, and the order of the dims.
         self._operands: list[tuple[int, tuple[int, ...]]] = []
         self._read: dict[tuple[int, int], int] = {}
@@ -137,7 +138,7 @@ class KeyBlocks:
         they are gathered once, before the loop, and not in it.
         """
         if self._context is not None:
-            inputs = self._context.of_inputs(self.region, inputs)
+            inputs = self._context.of_inputs(self.region, self._queries, inputs)
         arrays = [transposed(inputs[place], order) for place, order in self._operands]
         pairs = list(zip(arrays, self._dims, strict=True))
         end = self.whole * self.block
@@ -151,7 +152,7 @@ class KeyBlocks:
         run.defvjp(self._forward_of_primals, self._backward, symbolic_zeros=True)
         results: list[Array] = run(constant, stacked, ends, beside)
         if self._context is not None:
-            results = self._context.of_results(self.region, results)
+            results = self._context.of_results(self.region, self._queries, results)
         return results
 
     # --- Forward --------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ class KeyBlocks:
 
             return body
 
-        blocks = self._starts(constant + stacked), stacked, ends
+        blocks = self._starts(constant + stacked), self._gathered(stacked), ends
         shift, sums = self._empty()
         (shift, *sums), _, _ = self._over_blocks(
             of_queries, [shift, *sums], self._carried_rows, blocks, [None] * len(stacked)
@@ -211,6 +212,7 @@ class KeyBlocks:
         follows from the starts alone, a causal mask, would be an array of queries by keys.
         """
         starts = self.block * jnp.arange(self.whole, dtype=jnp.int32)
+        starts = self._order.places(starts, self.region.size)
         return order_after([starts], pick_dependency([x for x in arrays if x is not None]))[0]
 
     def _empty(self) -> tuple[Any, list[Array]]:
@@ -232,7 +234,7 @@ class KeyBlocks:
 
     def _seen(self, arrays: Sequence[Any], seen: Range | None) -> list[Any]:
         """Return the inputs, of a block or without the dim, of the queries that are seen."""
-        return cut(arrays, self._rows, seen)
+        return self._order.cut(arrays, self._rows, seen)
 
     @functools.cached_property
     def _carried_rows(self) -> list[int | None]:
@@ -272,28 +274,43 @@ class KeyBlocks:
                 start, rows = block
                 return body(own, start, self.block, rows)
 
-            group = [cut_rows(x, 0, (first, last)) for x in (starts, *stacked)]
+            group = [starts, *stacked]
+            group = self._order.cut(group, [0] * len(group), (first, last))
             if of_groups:
                 # Else the scores of all groups are computed first, which depend on no sum.
                 before = pick_dependency(jax.tree.leaves([carry, of_groups]))
                 tied = iter(order_after([x for x in group if x is not None], before))
                 group = [None if x is None else next(tied) for x in group]
-            own = cut(carry, dims, seen)
+            own = self._order.cut(carry, dims, seen)
             with self._scope():
                 own, of_rows = lax.scan(iteration, own, (group[0], group[1:]))
-            carry = put(carry, own, dims, seen)
+            carry = self._order.with_parts(carry, own, dims, seen)
             of_groups.append(of_rows)
-        of_stacked = [None if x[0] is None else joined(x) for x in zip(*of_groups, strict=True)]
+        of_stacked = [
+            None if x[0] is None else self._order.concatenated(list(map(self._own_blocks, x)))
+            for x in zip(*of_groups, strict=True)
+        ]
         seen, of_ends = self._queries.rest, [None] * len(ends)
         if self.rest and is_empty(seen):
             of_ends = [
                 None if x is None else zero_blocks(y) for x, y in zip(moved, ends, strict=True)
             ]
         elif self.rest:
-            own, start = cut(carry, dims, seen), self.whole * self.block
+            own, start = self._order.cut(carry, dims, seen), self.whole * self.block
             own, of_ends = of_queries(seen)(own, start, self.rest, ends)
-            carry = put(carry, own, dims, seen)
+            carry = self._order.with_parts(carry, own, dims, seen)
         return carry, of_stacked, of_ends
+
+    def _gathered(self, stacked: Sequence[Any]) -> list[Any]:
+        """Return stacks of blocks with all blocks on each device, where groups would gather them
+        one after another, and again in the derivative."""
+        if self._order.devices == 1 or self._goes_around:
+            return list(stacked)
+        return [None if x is None else over_context(x, None) for x in stacked]
+
+    def _own_blocks(self, stack: Array) -> Array:
+        """Return the gradients of a group's blocks, on each device those of its own blocks."""
+        return over_context(stack, 0) if self._order.devices > 1 else stack
 
     def _added(
         self, carry: Any, parts: Sequence[Any], start: Any, size: int, seen: Range | None
@@ -382,20 +399,23 @@ class KeyBlocks:
         (out,), dim = eqn.outvars, self._dim(eqn.outvars[0])
         name, shape = eqn.primitive.name, self._shape(out, out, seen)
         shape[dim] = size
-        starts = {dim: start}
-        if seen is not None and out in self._queries.dims:
-            starts[self._queries.dims[out]] = seen[0]
+        row = self._queries.dims.get(out)
+
+        def places(counts: Array, along: int) -> Array:
+            if along == dim:
+                return counts + jnp.asarray(start, counts.dtype)
+            counts = self._own_places(out, counts, along)
+            return self._order.places(counts, self._queries.size, seen) if along == row else counts
+
         if name == "iota":
             along = eqn.params["dimension"]
-            counts = lax.iota(out.aval.dtype, shape[along])
-            if along in starts:
-                counts = counts + jnp.asarray(starts[along], counts.dtype)
+            counts = lax.iota(jnp.int32, shape[along])
             if self._queries.dims:
                 counts = changing(counts, start)
-            return lax.broadcast_in_dim(self._own_places(out, counts, along), shape, (along,))
+            numbers = places(counts, along).astype(out.aval.dtype)
+            return lax.broadcast_in_dim(numbers, shape, (along,))
         if name == "random_bits":
-            split = functools.partial(self._own_places, out)
-            return bits_of_block(eqn, arrays[0], starts, shape, split)
+            return bits_of_block(eqn, arrays[0], shape, places)
         changed: dict[str, Any] = {}
         if name == "dot_general":
             changed["dimension_numbers"] = self._numbers[id(eqn)]
@@ -526,7 +546,7 @@ class KeyBlocks:
 
         def of_queries(seen: Range | None) -> _Body:
             fixed = self._seen(constant, seen)
-            own, *of_own = cut([shift, *of_sums], self._carried_rows, seen)
+            own, *of_own = self._order.cut([shift, *of_sums], self._carried_rows, seen)
             known = [ct for ct in of_own if ct is not None]
 
             def body(carry: list[Any], start: Any, size: int, rows: list[Any]) -> Any:
@@ -552,7 +572,7 @@ class KeyBlocks:
             None if x is None else jnp.zeros(x.shape, wide_dtype(x.dtype))
             for x in floating(constant, perturbed[0])
         ]
-        blocks = self._starts(cotangents), stacked, ends
+        blocks = self._starts(cotangents), self._gathered(stacked), ends
         moved = floating(stacked, perturbed[1])
         totals, of_stacked, of_ends = self._over_blocks(
             of_queries, totals, self._rows, blocks, moved

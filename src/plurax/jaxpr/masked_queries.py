@@ -27,13 +27,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Literal
 
 from plurax.jaxpr.equal_dims import equal_dims, shape_of
 from plurax.jaxpr.follow_dim import Region
 from plurax.jaxpr.interpret import dependent
 from plurax.jaxpr.intervals import Bounds, Intervals, Tags
+from plurax.jaxpr.token_order import BY_PLACES, RANGES, Order
 
 GROUPS = (4, 8)
 """The number of groups: the larger one where it computes but `MORE` of what the smaller one does.
@@ -65,13 +65,15 @@ class Queries:
 
     **Fields:** `groups`, of whole blocks: the first, the first behind the last, and the queries;
     `rest`, the queries of the keys behind the whole blocks; each None for all. `dims`, the place of
-    the dim of queries in what has it. `size`, the number of queries.
+    the dim of queries in what has it. `size`, the number of queries. `order`, in which devices have
+    queries and keys.
     """
 
     groups: list[tuple[int, int, Range | None]]
     rest: Range | None = None
     dims: Mapping[Node, int] = dataclasses.field(default_factory=dict)
     size: int = 0
+    order: Order = BY_PLACES
 
     @property
     def share(self) -> float:
@@ -87,11 +89,12 @@ def seen_queries(
     eqns: Sequence[Any],
     inputs: Sequence[Any],
     constants: Mapping[Any, Any],
+    order: Order = BY_PLACES,
 ) -> Queries:
     """Return the queries that blocks of so many keys are computed with.
 
     **Arguments:** `eqns`, all those of the function; `inputs`, its inputs; `constants`, the values
-    of its constants.
+    of its constants; `order`, that of the tokens: of several devices, the ranges are its own.
     """
     whole = region.size // block
     best = Queries([(0, whole, None)])
@@ -102,13 +105,16 @@ def seen_queries(
     producer.update((v, eqn) for eqn in region.eqns for v in eqn.outvars)
     for dim, size in enumerate(shape_of(var)):
         dims = None if dim == region.dims[var] or size == 1 else query_dims(region, var, dim)
-        if dims is None:
+        if dims is None or not order.fits(size):
             continue
-        ranges = _Ranges(region, dims, size, producer, known)
-        few, more = (ranges.queries(block, count) for count in GROUPS)
-        found = more if more.share <= MORE * few.share else few
-        if found.share <= WORTHWHILE * best.share:
-            best = found
+        search = _Ranges(region, dims, size, producer, known)
+        if order.devices > 1:
+            queries = search.queries(block, RANGES, size // RANGES)
+        else:
+            few, more = (search.queries(block, count, min(TILE, block)) for count in GROUPS)
+            queries = more if more.share <= MORE * few.share else few
+        if queries.share <= WORTHWHILE * best.share:
+            best = dataclasses.replace(queries, order=order)
     return best
 
 
@@ -189,8 +195,9 @@ class _Ranges:
         self._producer, self._constants = producer, constants
         self._floors: dict[Any, float] = {}
 
-    def queries(self, block: int, count: int) -> Queries:
-        """Return the queries of each of `count` groups of blocks, and of the keys behind them."""
+    def queries(self, block: int, count: int, tile: int) -> Queries:
+        """Return the queries of each of `count` groups of blocks, and of the keys behind them, in
+        whole tiles."""
         whole = self._region.size // block
         count = min(count, whole)
         firsts = [whole * index // count for index in range(count + 1)]
@@ -200,7 +207,6 @@ class _Ranges:
         if not rest:
             starts, ends = starts[:-1], ends[:-1]
         before, after = self._hidden(starts, ends, True), self._hidden(starts, ends, False)
-        tile = min(TILE, block)
         ranges: list[Range | None] = []
         for low, high in zip(before.tolist(), (self._size - after).tolist(), strict=True):
             rows = low // tile * tile, min(-(-high // tile) * tile, self._size)
@@ -289,32 +295,6 @@ class _Ranges:
         return tuple(tags)
 
 
-# --- Arrays ---------------------------------------------------------------------------------------
-
-
-def cut(arrays: Sequence[Any], dims: Sequence[int | None], seen: Range | None) -> list[Any]:
-    """Return the arrays, cut to a range of the dims that are not None."""
-    return [cut_rows(x, dim, seen) for x, dim in zip(arrays, dims, strict=True)]
-
-
-def cut_rows(array: Any, dim: int | None, seen: Range | None) -> Any:
-    """Return the entries of a range of a dim."""
-    if array is None or dim is None or seen in (None, (0, array.shape[dim])):
-        return array
-    return lax.slice_in_dim(array, *seen, axis=dim)
-
-
 def is_empty(seen: Range | None) -> bool:
     """Whether no query is seen."""
     return seen is not None and seen[0] == seen[1]
-
-
-def put(
-    arrays: Sequence[Any], parts: Sequence[Any], dims: Sequence[int | None], seen: Range | None
-) -> list[Any]:
-    """Return the arrays with parts in a range of the dims that are not None."""
-    return [
-        part if x is None or dim is None or seen is None
-        else lax.dynamic_update_slice_in_dim(x, part, seen[0], dim)
-        for x, part, dim in zip(arrays, parts, dims, strict=True)
-    ]  # fmt: skip

@@ -12,7 +12,7 @@ random numbers: as easy as 1, 2, 3", https://doi.org/10.1145/2063384.2063405.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,24 +38,20 @@ def draws_apart(eqn: Any) -> bool:
 def bits_of_block(
     eqn: Any,
     keys: Key[Array, "..."],
-    starts: Mapping[int, Any],
     sizes: Sequence[int],
-    split: Callable[[Array, int], Array] = lambda places, _: places,
+    places: Callable[[Array, int], Array],
 ) -> UInt[Array, "..."]:
     """Return the bits that an equation draws, of a block of the entries.
 
-    **Arguments:** `keys`, of any shape: each draws its own bits; `starts`, the first entry along
-    dims of the result, of others 0; `sizes`, the shape of the block; `split`, which takes the
-    places along a dim, and splits them over devices if it is a dim of tokens.
+    **Arguments:** `keys`, of any shape: each draws its own bits; `sizes`, the shape of the block;
+    `places`, from an index along a dim of the block, uint32, and the dim, to the place in the whole
+    array.
     """
     lead = keys.ndim
     whole, shape = shape_of(eqn.outvars[0])[lead:], list(sizes[lead:])
     high, low = jnp.uint32(0), jnp.uint32(0)
     for d, count in enumerate(shape):
-        place = jnp.arange(count, dtype=jnp.uint32)
-        if lead + d in starts:
-            place = place + jnp.asarray(starts[lead + d], jnp.uint32)
-        place = split(place, lead + d)
+        place = places(jnp.arange(count, dtype=jnp.uint32), lead + d)
         place = place.reshape([count if d == other else 1 for other in range(len(shape))])
         high, low = _sum((high, low), _product(place, math.prod(whole[d + 1 :])))
     data = jax.random.key_data(keys).reshape(*keys.shape, *(1,) * len(shape), 2)

@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.jaxpr.compat import PLAIN_CALLS, Scan, called_jaxpr, inner_jaxprs, is_plain_call
-from plurax.jaxpr.context import Context, split_from_start
+from plurax.jaxpr.context import Context
 from plurax.jaxpr.equal_dims import shape_of
 from plurax.jaxpr.follow_dim import Region, candidates, follow
 from plurax.jaxpr.forms import NotFollowedError
@@ -39,7 +39,9 @@ from plurax.jaxpr.interpret import (
     variables,
 )
 from plurax.jaxpr.key_blocks import KeyBlocks
-from plurax.jaxpr.masked_queries import seen_queries
+from plurax.jaxpr.masked_queries import Queries, seen_queries
+from plurax.jaxpr.over_tokens import over_tokens
+from plurax.jaxpr.token_order import Order
 from plurax.user_frames import warn
 
 
@@ -95,7 +97,9 @@ def streamed(
         out = _evaluate(closed.jaxpr, closed.consts, leaves, of_rows, options)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
-    return in_blocks if context is None else split_from_start(in_blocks)
+    if context is None:
+        return in_blocks
+    return over_tokens(in_blocks, Order(context.devices))
 
 
 def _evaluate(
@@ -122,16 +126,10 @@ def _evaluate(
 
     for step in _in_order(flat.eqns, flat.results, regions):
         if isinstance(step, Region):
-            context, block = options.context, options.size
-            if context is not None and context.splits(step):
-                block = context.block(step, block)
-            else:
-                context = None
-            seen = None
-            # A range of tokens that are split over devices would be gathered from others.
-            if options.skip and (context is None or context.exchanges_heads(step)):
-                seen = seen_queries(step, block, flat.eqns, jaxpr.invars, constants)
-            stream = KeyBlocks(step, block, context, seen)
+            find = functools.partial(
+                seen_queries, eqns=flat.eqns, inputs=jaxpr.invars, constants=constants
+            )
+            stream = _key_blocks(step, options, find)
             inputs = [values[var] for var, _ in step.inputs]
             results = stream(inputs, [values[var] for var in stream.beside])
             values.update(zip(step.results, results, strict=True))
@@ -141,6 +139,26 @@ def _evaluate(
             outputs = _apply(step, inputs, reached, options)
         values.update(zip(step.outvars, outputs, strict=True))
     return [read(atom) for atom in flat.results]
+
+
+def _key_blocks(region: Region, options: StreamOptions, find: Callable[..., Queries]) -> KeyBlocks:
+    """Return a region in blocks, without the queries that `find` proves to see none of a group."""
+    context, size = options.context, options.size
+    if context is None or not context.splits(region):
+        return KeyBlocks(region, size, None, find(region, size) if options.skip else None)
+    block = context.block(region, size)
+    if not options.skip:
+        return KeyBlocks(region, block, context)
+    if context.exchanges_heads(region):
+        return KeyBlocks(region, block, context, find(region, block))
+    # A range of tokens in the order of their places is that of a few devices.
+    order = context.order(region)
+    if order is not None:
+        smaller = context.block(region, size, order)
+        seen = find(region, smaller, order=order)
+        if context.leaves_out(region, seen):
+            return KeyBlocks(region, smaller, context, seen)
+    return KeyBlocks(region, block, context)
 
 
 def _apply(eqn: Any, inputs: list[Any], of_rows: set[Any], options: StreamOptions) -> Sequence[Any]:

@@ -80,7 +80,7 @@ class AnnotationResolver:
     def _over_context(
         self, versions: ValueVersions, tag: OverContext, batch: tuple[int, ...]
     ) -> TensorSharding | None:
-        """Return the sharding of a value with a dim over `context`; other axes stay.
+        """Return the sharding of a value with a dim, or none, over `context`; other axes stay.
 
         None where the mesh has no `context`, or the shards would not divide the dim, and for a
         parameter that is split otherwise: on what meets it, it is cut.
@@ -89,6 +89,8 @@ class AnnotationResolver:
         if "context" not in self._axes.mesh or (versions.is_param and now.axes):
             return None
         target = TensorSharding(now.dims).without(["context"])
+        if tag.dim is None:
+            return target
         dim = [d for d in range(len(versions.shape)) if d not in batch][tag.dim]
         target = target.with_dim(dim, ("context", *target.dims[dim]))
         return None if target.indivisible_dims(versions.shape, self._axes.sizes) else target

@@ -39,9 +39,11 @@ def make_backend(
             "every microbatch, and these have different numbers of them. Give one number for all: "
             f"microbatches={plan.most_microbatches}."
         )
-    context = Context(plan.context, plan.context_strategy) if plan.context > 1 else None
+    # Between stages tokens would be brought back to the order of their places.
+    context = Context(plan.context, plan.context_strategy, ordered=plan.pipeline == 1)
     # Of tokens that may be split over `tensor` a range would be gathered from others.
-    task = streamed_task(task, plan.stream, context, skip=plan.tensor == 1)
+    split = context if plan.context > 1 else None
+    task = streamed_task(task, plan.stream, split, skip=plan.tensor == 1)
     if not needs_partitioner(task, plan):
         # A plan that splits only the batch runs the task's functions unchanged: XLA may fuse them.
         return ReplicatedBackend(task, optimizer, plan, platform=platform_of(mesh))
