@@ -134,6 +134,18 @@ def test_what_reads_other_tokens_gathers_them(strategy):
     assert "all-gather" in {one.kind for one in program.collectives()}
 
 
+def masked_and_not(p, q, k, v):
+    """Causal attention, and then attention to all."""
+    return forms.plain(p, forms.causal(p, q, k, v), k, v)
+
+
+def test_attention_without_a_mask_takes_the_order_of_that_with_one():
+    """Or its queries would be gathered and brought back to the order of their places."""
+    program = assert_equal_to_one_device(masked_and_not, context=2, context_strategy="ring")
+    gathered = [one.bytes for one in program.collectives() if one.kind == "all-gather"]
+    assert max(gathered, default=0) < B * TOKENS * forms.H * 8 // 2
+
+
 def test_tokens_that_devices_do_not_divide_say_so():
     with pytest.raises(PlanError, match="no attention was found whose queries and keys 5 devices"):
         step(forms.plain, context=5)

@@ -38,8 +38,8 @@ class Context:
         return nearest_divisor(own, block)
 
     def order(self, region: Region) -> Order | None:
-        """Return the order in which devices may have a region's tokens; None for no other."""
-        (tokens, size), order = _tokens(region), Order(self.devices)
+        """Return the order in which devices may have a region's tokens; None for that of places."""
+        (tokens, size), order = region.tokens, Order(self.devices)
         if not self.ordered or not (order.fits(size) and order.fits(region.size)):
             return None
         # Behind the sums each dim of tokens is known to be one.
@@ -53,20 +53,14 @@ class Context:
         beside = any(size in shape_of(var) for var in region.beside())
         return None if beside or not known else order
 
-    def leaves_out(self, region: Region, queries: Queries) -> bool:
-        """Whether queries are left out, and the dim along which they are is that of tokens."""
-        var = next(a for eqn, _ in region.reductions for a in eqn.invars if a in region.dims)
-        dim = queries.dims.get(var)
-        return dim is not None and region.labels[var][dim] == _tokens(region)[0]
-
     def splits(self, region: Region) -> bool:
         """Whether the devices divide a region's keys and queries."""
-        sizes = region.size, _tokens(region)[1]
+        sizes = region.size, region.tokens[1]
         return all(size % self.devices == 0 for size in sizes)
 
     def of_inputs(self, region: Region, queries: Queries, arrays: Sequence[Array]) -> list[Array]:
         """Return a region's inputs, split over `context` by tokens, and then by heads if asked."""
-        (tokens, _), head = _tokens(region), self._heads(region)
+        (tokens, _), head = region.tokens, self._heads(region)
         labels = _labels_of_inputs(region)
         split = []
         in_order = _in_order(region, queries, arrays)
@@ -83,7 +77,7 @@ class Context:
 
     def of_results(self, region: Region, queries: Queries, arrays: Sequence[Array]) -> list[Array]:
         """Return a region's results with their tokens split over `context`."""
-        tokens, _ = _tokens(region)
+        tokens, _ = region.tokens
         split = []
         for var, array in zip(region.results, arrays, strict=True):
             labels = region.labels[var]
@@ -103,7 +97,7 @@ class Context:
 
         Where heads are exchanged each device has all tokens.
         """
-        split = label == _tokens(region)[0] and not self.exchanges_heads(region)
+        split = label == region.tokens[0] and not self.exchanges_heads(region)
         return over_context(places, 0) if split else places
 
     def exchanges_heads(self, region: Region) -> bool:
@@ -114,7 +108,7 @@ class Context:
         """Return the label of the heads that are exchanged for tokens, if devices divide them."""
         if self.strategy != "heads":
             return None
-        sizes = _sizes(region)
+        sizes = region.sizes
         divided = [label for label in region.shared if sizes[label] % self.devices == 0]
         return divided[-1] if divided else None
 
@@ -142,26 +136,6 @@ def nearest_divisor(number: int, size: int) -> int:
     """
     divisors = [n for n in range(1, number + 1) if number % n == 0]
     return min(divisors, key=lambda n: max(n, size) / min(n, size))
-
-
-def _sizes(region: Region) -> dict[int, int]:
-    """Return the sizes of a region's labels."""
-    sizes: dict[int, int] = {}
-    for var, labels in region.labels.items():
-        for label, size in zip(labels, shape_of(var), strict=True):
-            sizes[label] = max(size, sizes.get(label, 1))
-    return sizes
-
-
-def _tokens(region: Region) -> tuple[int, int]:
-    """Return the label of the queries' tokens, and their number.
-
-    A product's operand may have more dims of its own, such as heads that share keys.
-    """
-    sizes = _sizes(region)
-    own = [(label, sizes[label]) for label in region.queries]
-    equal = [pair for pair in own if pair[1] == region.size]
-    return max(equal or own, key=lambda pair: pair[1])
 
 
 def _labels_of_inputs(region: Region) -> list[dict[int, int]]:

@@ -22,6 +22,7 @@ Following dims instead of matching patterns is the way of Shardy's sharding rule
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -87,6 +88,25 @@ class Region:
         after = [eqn for eqn, form in self.behind if form is None]
         read = [atom for eqn in after for atom in variables(eqn.invars)]
         return list(dict.fromkeys(atom for atom in read if atom not in inner))
+
+    @functools.cached_property
+    def sizes(self) -> dict[int, int]:
+        """The sizes of the labels."""
+        sizes: dict[int, int] = {}
+        for var, labels in self.labels.items():
+            for label, size in zip(labels, shape_of(var), strict=True):
+                sizes[label] = max(size, sizes.get(label, 1))
+        return sizes
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The label of the queries' tokens, and their number.
+
+        A product's operand may have more dims of its own, such as heads that share keys.
+        """
+        own = [(label, self.sizes[label]) for label in self.queries]
+        equal = [pair for pair in own if pair[1] == self.size]
+        return max(equal or own, key=lambda pair: pair[1])
 
     def reads(self) -> list[Any]:
         """Return all variables that the region reads."""

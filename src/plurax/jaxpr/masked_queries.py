@@ -90,11 +90,13 @@ def seen_queries(
     inputs: Sequence[Any],
     constants: Mapping[Any, Any],
     order: Order = BY_PLACES,
+    worthwhile: float = WORTHWHILE,
 ) -> Queries:
     """Return the queries that blocks of so many keys are computed with.
 
     **Arguments:** `eqns`, all those of the function; `inputs`, its inputs; `constants`, the values
-    of its constants; `order`, that of the tokens: of several devices, the ranges are its own.
+    of its constants; `order`, that of the tokens: of several devices, they are cut to its ranges;
+    `worthwhile`, the largest share of the work for which that is done.
     """
     whole = region.size // block
     best = Queries([(0, whole, None)])
@@ -105,7 +107,7 @@ def seen_queries(
     producer.update((v, eqn) for eqn in region.eqns for v in eqn.outvars)
     for dim, size in enumerate(shape_of(var)):
         dims = None if dim == region.dims[var] or size == 1 else query_dims(region, var, dim)
-        if dims is None or not order.fits(size):
+        if dims is None or (order.devices > 1 and region.labels[var][dim] != region.tokens[0]):
             continue
         search = _Ranges(region, dims, size, producer, known)
         if order.devices > 1:
@@ -113,7 +115,7 @@ def seen_queries(
         else:
             few, more = (search.queries(block, count, min(TILE, block)) for count in GROUPS)
             queries = more if more.share <= MORE * few.share else few
-        if queries.share <= WORTHWHILE * best.share:
+        if queries.share <= worthwhile * best.share:
             best = dataclasses.replace(queries, order=order)
     return best
 

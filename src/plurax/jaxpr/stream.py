@@ -39,7 +39,7 @@ from plurax.jaxpr.interpret import (
     variables,
 )
 from plurax.jaxpr.key_blocks import KeyBlocks
-from plurax.jaxpr.masked_queries import Queries, seen_queries
+from plurax.jaxpr.masked_queries import WORTHWHILE, Queries, seen_queries
 from plurax.jaxpr.over_tokens import over_tokens
 from plurax.jaxpr.token_order import Order
 from plurax.user_frames import warn
@@ -48,11 +48,17 @@ from plurax.user_frames import warn
 @dataclasses.dataclass(frozen=True)
 class StreamOptions:
     """The keys of a block, how tokens are split over devices, if they are, and whether queries that
-    see none of the keys of a block are left out."""
+    see none of the keys of a block are left out.
+
+    **Fields:** `worthwhile`, the share of the work for which tokens are put in another order;
+    `orders`, of each attention whether they were.
+    """
 
     size: int
     context: Context | None
     skip: bool
+    worthwhile: float = WORTHWHILE
+    orders: list[bool] = dataclasses.field(default_factory=list)
 
     @property
     def fewest(self) -> int:
@@ -95,6 +101,10 @@ def streamed(
         of_rows = set(closed.jaxpr.invars[parameters:])
         options = StreamOptions(block, context, skip)
         out = _evaluate(closed.jaxpr, closed.consts, leaves, of_rows, options)
+        if len(set(options.orders)) > 1:
+            # Attention of which no key is masked would gather what is in order from all devices.
+            options = dataclasses.replace(options, worthwhile=1)
+            out = _evaluate(closed.jaxpr, closed.consts, leaves, of_rows, options)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     if context is None:
@@ -155,8 +165,9 @@ def _key_blocks(region: Region, options: StreamOptions, find: Callable[..., Quer
     order = context.order(region)
     if order is not None:
         smaller = context.block(region, size, order)
-        seen = find(region, smaller, order=order)
-        if context.leaves_out(region, seen):
+        seen = find(region, smaller, order=order, worthwhile=options.worthwhile)
+        options.orders.append(seen.order == order)
+        if seen.order == order:
             return KeyBlocks(region, smaller, context, seen)
     return KeyBlocks(region, block, context)
 
