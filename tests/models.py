@@ -162,11 +162,11 @@ def same_bits(a, b):
 WIDTH, HEADS, DEPTH, TOKENS, WORDS = 12, 6, 2, 6, 12
 
 
-def text(count, seed=0):
+def text(count, seed=0, tokens=TOKENS):
     rng = np.random.default_rng(seed)
     return {
-        "words": rng.integers(0, WORDS, (count, TOKENS)).astype(np.int32),
-        "next": rng.integers(0, WORDS, (count, TOKENS)).astype(np.int32),
+        "words": rng.integers(0, WORDS, (count, tokens)).astype(np.int32),
+        "next": rng.integers(0, WORDS, (count, tokens)).astype(np.int32),
     }
 
 

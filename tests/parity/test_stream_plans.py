@@ -11,6 +11,7 @@ from tests import models
 
 import plurax as px
 from plurax.execute.backends import choose
+from plurax.jaxpr.token_order import Order
 
 ROWS = 13  # no multiple of anything
 
@@ -57,8 +58,9 @@ PLANS = {
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-def trained(plan, members=None):
-    task, batch = models.transformer_stack(np.float64, depth=3), models.text(ROWS)
+def trained(plan, members=None, tokens=models.TOKENS):
+    task = models.transformer_stack(np.float64, depth=3)
+    batch = models.text(ROWS, tokens=tokens)
     program = px.compile(task, optax.adam(1e-2), plan, batch, members=members)
     state = program.init() if members else program.init(seed=3)
     for size in (ROWS, 5):
@@ -104,6 +106,82 @@ def test_members_equal_those_as_written():
     three = px.Members(3)
     plan = px.Plan(member=2, chunk=1, stream=2)
     assert models.max_rel_error(trained(plan, three), trained(px.Plan(chunk=1), three)) < 1e-10
+
+
+# --- Tokens in order ------------------------------------------------------------------------------
+
+ORDERED = 24  # tokens, in shares of four ranges on 2 or 3 devices
+
+
+@pytest.fixture(scope="module")
+def ordered_as_written():
+    with jax.enable_x64(True):
+        return trained(px.Plan(), tokens=ORDERED)
+
+
+@pytest.fixture
+def puts(monkeypatch):
+    """The sizes of the dims that are put in order."""
+    sizes = []
+    put = Order.put
+
+    def spied(self, array, dim):
+        sizes.append(array.shape[dim])
+        return put(self, array, dim)
+
+    monkeypatch.setattr(Order, "put", spied)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "used"),
+    [
+        ("context", True),
+        ("ring", True),
+        ("ring of three", True),
+        ("ring and data", True),
+        ("ring and zero 1", True),
+        ("ring and zero 3", True),
+        ("ring and remat", True),
+        ("context by heads", False),
+        ("ring and tensor", False),
+        ("pipeline and ring", False),
+    ],
+)
+def test_any_plan_with_tokens_in_order_equals_one_device(ordered_as_written, puts, name, used):
+    """Four loops over blocks of 2 keys, dropout, two sizes of batches, predict and evaluate."""
+    outputs = trained(px.Plan(stream=2, **PLANS[name]), tokens=ORDERED)
+    assert models.max_rel_error(outputs, ordered_as_written) < 1e-10
+    assert (ORDERED in puts) == used
+
+
+def test_members_with_tokens_in_order_equal_those_as_written(puts):
+    three = px.Members(3)
+    plan = px.Plan(member=3, context=2, stream=2, **RING)
+    expected = trained(px.Plan(chunk=1), three, ORDERED)
+    assert models.max_rel_error(trained(plan, three, ORDERED), expected) < 1e-10
+    assert ORDERED in puts
+
+
+def test_a_state_goes_on_under_another_plan():
+    """What is saved is the same under any plan: from a ring to ZeRO, and back to gathered keys."""
+    task, batch = models.transformer_stack(np.float64, depth=3), models.text(ROWS, tokens=ORDERED)
+
+    def after(plans):
+        canonical = None
+        for plan in plans:
+            program = px.compile(task, optax.adam(1e-2), plan, batch)
+            if canonical is None:
+                state = program.init(seed=3)
+            else:
+                state = program.from_canonical(canonical)
+            state, metrics = program.step(state, batch)
+            canonical = jax.device_get(program.to_canonical(state))
+        return canonical.params, canonical.opt_state, jax.device_get(metrics)
+
+    ring = px.Plan(data=2, context=3, stream=2, zero=3, **RING)
+    moved = after([ring, px.Plan(data=4, zero=1), px.Plan(context=2, stream=2)])
+    assert models.max_rel_error(moved, after([px.Plan()] * 3)) < 1e-10
 
 
 # --- What is held ---------------------------------------------------------------------------------
