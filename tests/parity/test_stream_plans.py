@@ -171,10 +171,8 @@ def test_a_state_goes_on_under_another_plan():
         canonical = None
         for plan in plans:
             program = px.compile(task, optax.adam(1e-2), plan, batch)
-            if canonical is None:
-                state = program.init(seed=3)
-            else:
-                state = program.from_canonical(canonical)
+            first = canonical is None
+            state = program.init(seed=3) if first else program.from_canonical(canonical)
             state, metrics = program.step(state, batch)
             canonical = jax.device_get(program.to_canonical(state))
         return canonical.params, canonical.opt_state, jax.device_get(metrics)
