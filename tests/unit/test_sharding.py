@@ -364,6 +364,20 @@ def grouped(x, w):
     return jax.lax.ragged_dot(x, w, jnp.array([1, 5, 2]))
 
 
+def experts(x, w):
+    """Two products of groups of rows; in between each device has the rows of its groups."""
+    sizes = jnp.array([1, 0, 5, 1])
+    hidden = jnp.exp(jax.lax.ragged_dot(x, w, sizes)) - 2
+    return jax.lax.ragged_dot(hidden, w.swapaxes(1, 2), sizes), hidden.sum(0)
+
+
+def read_partial(x, y):
+    """A partial sum that a gather, a scatter and a product leave one."""
+    rows = (x @ y.T)[jnp.array([1, 0, 5, 9, 3])].reshape(5, 2, 4)
+    return (jnp.zeros(6).at[INDEX[:5, 0]].add(jnp.einsum("nkd,nd->nk", rows, rows[:, 0])[:, 0]),
+            jnp.einsum("nkd,k->nd", rows, x[0, :2]))  # fmt: skip
+
+
 def sparse(entries, dense):
     """The product with a sparse matrix (8, 8) of 12 entries, two of them in one place."""
     indices = jnp.array([[i % 8, 3 * i % 8] for i in range(11)] + [[0, 0]])
@@ -417,6 +431,9 @@ OPERATIONS = {
     "take rows": (lambda x: x[INDEX[:4, 0]], (TABLE,), (S("tensor", None),)),
     "take outside": (
         lambda x: x.at[INDEX[:, 0]].get(mode="fill", wrap_negative_indices=False), (TABLE,),
+        (S("tensor", None),)),
+    "take outside of whole columns": (
+        lambda x: x.at[INDEX[:5, 0] % 8, INDEX[:5, 0] + 8].get(mode="fill", fill_value=0), (TABLE,),
         (S("tensor", None),)),
     "take clipped": (
         lambda x: x.at[INDEX[:, 0]].get(mode="clip", wrap_negative_indices=False), (TABLE,),
@@ -540,6 +557,17 @@ OPERATIONS = {
         grouped, (TABLE, IMAGE[0].reshape(3, 12, 8)), (S(None, "tensor"), S(None, "tensor", None))),
     "groups, columns": (
         grouped, (TABLE, IMAGE[0].reshape(3, 12, 8)), (S(None, None), S(None, None, "tensor"))),
+    "groups of experts": (
+        experts, (TABLE, IMAGE[:4, 0].reshape(4, 12, 4)), (S(None, None), S("tensor", None, None))),
+    "groups of experts, split rows": (
+        experts, (TABLE, IMAGE[:4, 0].reshape(4, 12, 4)),
+        (S("tensor", None), S("tensor", None, None))),
+    "read partial sums": (read_partial, (TABLE, TABLE), (S(None, "tensor"), S(None, "tensor"))),
+    "set split rows": (
+        lambda x: x.at[INDEX[:5, 0]].set(x[:5] * 2), (TABLE,), (S("tensor", None),)),
+    "set rows of zeros": (
+        lambda x: jnp.zeros((8, 12)).at[INDEX[:3, 0]].set(x[:3], unique_indices=True) * x, (TABLE,),
+        (S("tensor", None),)),
     "sparse entries": (sparse, (TABLE[0], TABLE), (S("tensor"), S(None, None))),
     "sparse times columns": (sparse, (TABLE[0], TABLE), (S(None), S(None, "tensor"))),
     "sparse times rows": (sparse, (TABLE[0], TABLE), (S(None), S("tensor", None))),
@@ -632,6 +660,7 @@ DIFFERENTIABLE = [
         "argmax",
         "while",
         "take outside",
+        "take outside of whole columns",
         "pinned",
         "top_k",
         "top_k of columns",

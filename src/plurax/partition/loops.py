@@ -275,4 +275,5 @@ def replicated_over_data(partitioner: Any, versions: ValueVersions) -> Any:
 def _row(stack: ShardedValue, array: Array) -> ShardedValue:
     """Return one row of a stacked input."""
     sharding = TensorSharding(stack.sharding.dims[1:], stack.sharding.partial)
-    return dataclasses.replace(stack, array=array, shape=stack.shape[1:], sharding=sharding)
+    shape = stack.shape[1:]
+    return dataclasses.replace(stack, array=array, shape=shape, sharding=sharding, rows=None)

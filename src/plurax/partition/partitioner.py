@@ -33,7 +33,7 @@ shardings of results and what is sent, on a mesh of any size.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, final
 
 import jax
@@ -54,7 +54,8 @@ from plurax.partition.branches import Branches, cpu_branch
 from plurax.partition.buckets import Gathers, computed_at, together
 from plurax.partition.loops import Loop, While
 from plurax.partition.manual import eval_manual_body
-from plurax.partition.operators import RULES, by_default
+from plurax.partition.operators import RULES, by_default, by_own_rows
+from plurax.partition.partial_sums import shrinking
 from plurax.partition.resharder import Resharder
 from plurax.partition.rule_context import count_readers
 from plurax.partition.scopes import BY_HAND
@@ -164,7 +165,7 @@ class Partitioner(Resharder):
         gathers = None
         if self._gathers_parameters(known):
             gathers = Gathers(self, eqns, here, once=self.over_layers)
-        readers = count_readers(eqns, results)
+        readers, less = count_readers(eqns, results), shrinking(eqns, results)
 
         def read(atom: Any) -> ValueVersions:
             versions = self.constant(atom.val) if isinstance(atom, Literal) else here[atom]
@@ -184,11 +185,11 @@ class Partitioner(Resharder):
             if gathers is not None:
                 gathered = gathers.before(index, here, self._dependency(eqn, inputs))
             with self._executor.context(eqn):
-                outputs = self._equation(eqn, inputs, goals, readers, gathered)
+                outputs = self._equation(eqn, inputs, goals, readers, less, gathered)
             here.update(zip(eqn.outvars, outputs, strict=True))
         del self._calls[inside:]
         self._met = outer
-        return [read(atom) for atom in results]
+        return [read(atom).returned() for atom in results]
 
     def _equation(
         self,
@@ -196,6 +197,7 @@ class Partitioner(Resharder):
         inputs: list[ValueVersions],
         goals: list[TensorSharding | None],
         readers: Mapping[Any, int],
+        less: Set[Any],
         gathered: Mapping[Any, ShardedValue],
     ) -> list[ValueVersions]:
         """Evaluate one equation: a loop, branch, annotation, or an operator by its rule.
@@ -238,8 +240,13 @@ class Partitioner(Resharder):
         if name == "shard_map":
             return self._by_hand(eqn, self.together(eqn, inputs, ready))
         as_given = any(versions.pinned for versions in inputs)
-        context = dataclasses.replace(self.context, as_given=as_given, readers=readers)
-        decision = RULES.get(name, by_default)(context, eqn, self.together(eqn, inputs, ready))
+        context = dataclasses.replace(
+            self.context, as_given=as_given, readers=readers, shrinking=less
+        )
+        inputs = self.together(eqn, inputs, ready)
+        decision = by_own_rows(context, eqn, inputs) or RULES.get(name, by_default)(
+            context, eqn, inputs
+        )
         if isinstance(decision, DeferredValue):
             return [ValueVersions(decision)]
         with self.needed_by(eqn, self._line(eqn) if decision.without_rule else None):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ class RuleContext:
       whatever it sends.
     - `readers`: how often the equations of the jaxpr read each variable (`count_readers`); without
       an entry, once.
+    - `shrinking`: variables of which, left partial sums, less is reduced later (`shrinking`).
 
     >>> context = RuleContext(Axes({"tensor": 4}))
     >>> value = context.spec((8, 64), jnp.float32, TensorSharding.of(None, "tensor"))
@@ -48,6 +49,7 @@ class RuleContext:
     joint: bool = False
     as_given: bool = False
     readers: Mapping[Any, int] = dataclasses.field(default_factory=dict)
+    shrinking: Set[Any] = frozenset()
 
     def num_readers(self, atom: Any) -> int:
         """Return how often the jaxpr's equations read a variable; 1 for a literal."""

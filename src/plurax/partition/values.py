@@ -31,7 +31,7 @@ from plurax.sharding.spec import REPLICAS, TensorSharding
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["array"],
-    meta_fields=["shape", "sharding", "data_varying", "is_param"],
+    meta_fields=["shape", "sharding", "data_varying", "is_param", "rows"],
 )
 @dataclasses.dataclass(frozen=True)
 class ShardedValue:
@@ -44,6 +44,7 @@ class ShardedValue:
     - `sharding`: of the tensor.
     - `data_varying`: whether it depends on the device's own rows of the batch.
     - `is_param`: whether it is a parameter, or computed from parameters and constants alone.
+    - `rows`: of a partial sum of rows, of which each has one term, which device has it.
     """
 
     array: Any
@@ -51,6 +52,7 @@ class ShardedValue:
     sharding: TensorSharding
     data_varying: bool = False
     is_param: bool = False
+    rows: "OwnRows | None" = None
 
     def __post_init__(self) -> None:
         # `shape` counts one device's rows, so no dim of it can be split over `data` as well.
@@ -60,6 +62,12 @@ class ShardedValue:
     def dtype(self) -> Any:
         """The dtype of the tensor."""
         return self.array.dtype
+
+    @property
+    def own_rows(self) -> "OwnRows | None":
+        """Whose rows it has, if it is a partial sum over their devices, and over no others."""
+        rows = self.rows
+        return rows if rows and self.sharding.partial == frozenset(rows.axes) else None
 
     @property
     def kind(self) -> tuple[TensorSharding, bool, bool]:
@@ -116,6 +124,19 @@ class DeferredValue:
     def fresh(self) -> "DeferredValue":
         """Return a copy of which nothing is kept: creating it leaves the sources as they are."""
         return dataclasses.replace(self, sources=tuple(one.copy() for one in self.sources))
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnRows:
+    """Which rows of a partial sum a device has: those of its groups, and zeros for all others.
+
+    **Fields:** `dim`, that of the rows; `axes`, those that split the groups; `sizes`, the numbers
+    of rows of all groups, in the order of the rows.
+    """
+
+    dim: int
+    axes: tuple[str, ...]
+    sizes: "ValueVersions"
 
 
 Output = ShardedValue | DeferredValue
@@ -203,6 +224,14 @@ class ValueVersions:
         """Return the value with its versions; versions added to the copy stay in it."""
         other = ValueVersions(self._deferred.fresh() if self._deferred else self.value)
         other.values = list(self.values)
+        return other
+
+    def returned(self) -> "ValueVersions":
+        """Return the value as a result: whose rows it has is known within a function alone."""
+        if all(value.rows is None for value in self.values):
+            return self
+        other = self.copy()
+        other.values = [dataclasses.replace(value, rows=None) for value in self.values]
         return other
 
 

@@ -19,6 +19,7 @@ from plurax.partition.operators import (
 )
 from plurax.partition.operators.common import Rule
 from plurax.partition.operators.common import by_default as by_default
+from plurax.partition.operators.own_rows import by_own_rows as by_own_rows
 
 # To add an operator: a function in a module beside this one that returns a `Decision`, and its
 # primitive in this table. One that works entry by entry is named in `compat.ELEMENTWISE` alone.

@@ -158,12 +158,15 @@ def to_sharding(inputs: Sequence[ValueVersions], target: TensorSharding) -> list
 
 
 def can_stay_partial(context: RuleContext, atom: Any, versions: ValueVersions) -> bool:
-    """Whether a partial sum may stay unreduced: it has one reader and no reduced version.
+    """Whether a partial sum may stay unreduced, for which it has no reduced version.
 
+    It has one reader, or less is reduced behind all of them, or they read each device's own rows.
     `atom` is what the equation reads, and `versions` its value.
     """
-    reduced = not all(value.sharding.partial for value in versions.values)
-    return context.num_readers(atom) <= 1 and not reduced
+    if not all(value.sharding.partial for value in versions.values):
+        return False
+    own = versions.deferred is None and versions.value.own_rows is not None
+    return own or context.num_readers(atom) <= 1 or atom in context.shrinking
 
 
 def maybe_partial(context: RuleContext, atom: Any, versions: ValueVersions) -> TensorSharding:

@@ -17,7 +17,8 @@ The backward pass is a scatter-add of the cotangent's rows into zeros of the tab
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,7 +27,12 @@ from jax import lax
 from jaxtyping import Array
 
 from plurax.jaxpr.interpret import bind
-from plurax.partition.operators.common import decided, local_shape, result, through
+from plurax.partition.operators.common import (
+    local_shape,
+    maybe_partial,
+    result,
+    through,
+)
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import Decision, DeferredValue, Operand, ValueVersions
 from plurax.sharding.axes import Axes
@@ -93,12 +99,15 @@ def _dims_of_table(
     )
 
 
-def _index_entries(have: TensorSharding, roles: Roles, table: Sequence[Entry]) -> list[Entry]:
+def _index_entries(
+    have: TensorSharding, roles: Roles, table: Sequence[Entry], terms: frozenset[str]
+) -> list[Entry]:
     """Return the dims' axes for the indices: those of the table on batch dims, elsewhere their own.
 
-    Axes that split the table are left out, because each device needs all indices into its shard.
+    Axes that split the table, or over which it is a partial sum, are left out, because each device
+    needs all indices into its shard.
     """
-    used = {axis for entry in table for axis in entry}
+    used = {axis for entry in table for axis in entry} | terms
     entries: list[Entry] = [tuple(a for a in entry if a not in used) for entry in have.dims]
     entries[-1] = ()
     for dim, index_dim in roles.batch.items():
@@ -152,9 +161,11 @@ def gather(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decis
     )
     # The table stays in its sharding where the operation allows it; the indices follow.
     have = context.reduced(table)
+    if math.prod(out.shape) <= math.prod(table.shape) and _fills_alike(eqn):
+        have = maybe_partial(context, eqn.invars[0], table)
     table_dims = _dims_of_table(context, table, roles, have)
-    from_ = through(table, have, TensorSharding(table_dims))
-    index_dims = _index_entries(context.first(indices).sharding, roles, table_dims)
+    from_ = through(table, have, TensorSharding(table_dims, have.partial))
+    index_dims = _index_entries(context.first(indices).sharding, roles, table_dims, have.partial)
     at = Operand(indices, (TensorSharding(tuple(index_dims)),))
     entries: list[Entry] = [()] * len(out.shape)
     for dim, row_dim in roles.window.items():
@@ -165,7 +176,7 @@ def gather(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decis
     summed = frozenset(axis for dim in roles.indexed for axis in table_dims[dim])
     local = local_shape(context, from_)
     kept = tuple(local[d] if d in roles.window else size for d, size in enumerate(sizes))
-    spec = result(context, eqn, inputs, TensorSharding(tuple(entries), summed))
+    spec = result(context, eqn, inputs, TensorSharding(tuple(entries), summed | have.partial))
     read = functools.partial(_read_own, context.axes, eqn, roles, table_dims, table.shape, kept)
     return Decision((from_, at), (spec,), read)
 
@@ -183,9 +194,13 @@ def _read_own(
     """Read the rows of this device's shard of a table of the given shape, and zeros for others."""
     clipped = _clipped(indices, roles, shape, eqn.params["mode"])
     index, own, inside = _own_index(axes, clipped, roles, table_dims, shape)
-    # Indices into other shards are clipped, and what they read is masked below.
-    mode = eqn.params["mode"] if own is None else lax.GatherScatterMode.CLIP
-    (array,) = bind(eqn, [table, index], slice_sizes=slice_sizes, mode=mode)
+    # Indices into other shards are clipped, and what they read is masked below. Those of other dims
+    # are read as the mode says.
+    for dim, position in roles.indexed.items():
+        if table_dims[dim]:
+            local = jnp.clip(index[..., position], 0, table.shape[dim] - 1)
+            index = index.at[..., position].set(local)
+    (array,) = bind(eqn, [table, index], slice_sizes=slice_sizes)
     if own is None:
         return [array]
     assert inside is not None
@@ -200,6 +215,14 @@ def _read_own(
         first = axes.index(sorted(split)) == 0
         array = jnp.where(~inside & first, _fill(eqn, array.dtype), array)
     return [array]
+
+
+def _fills_alike(eqn: Any) -> bool:
+    """Whether the sum of what each device fills in for reads out of bounds is that of one."""
+    if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+        return True
+    fill = eqn.params["fill_value"]
+    return fill == 0 or (fill is None and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact))
 
 
 def _fill(eqn: Any, dtype: Any) -> Array:
@@ -218,14 +241,35 @@ def scatter_add(
     context: RuleContext, eqn: Any, inputs: list[ValueVersions]
 ) -> Decision | DeferredValue:
     """Evaluate `table.at[indices].add(rows)` or `subtract`; into zeros, the result is deferred."""
-    table = inputs[0]
+    table, _, rows = inputs
+    terms: frozenset[str] = frozenset()
+    if rows.deferred is None and math.prod(table.shape) <= math.prod(rows.shape):
+        terms = maybe_partial(context, eqn.invars[2], rows).partial
     if table.deferred is None or not table.deferred.zero:
         have = context.reduced(table)
-        return _rows_added(context, inputs, have, eqn=eqn, path=(have,))
-    decide = functools.partial(_rows_added, eqn=eqn)
+        return _rows_added(context, inputs, have, eqn=eqn, path=(have,), terms=terms)
+    return _deferred(inputs, functools.partial(_rows_added, eqn=eqn, terms=terms))
+
+
+def scatter(
+    context: RuleContext, eqn: Any, inputs: list[ValueVersions]
+) -> Decision | DeferredValue:
+    """Evaluate `table.at[indices].set(rows)` and the like; into zeros, the result is deferred.
+
+    Each device has all rows, and takes those that fall into its shard of the table.
+    """
+    table = inputs[0]
+    decide = functools.partial(_rows_set, eqn=eqn)
+    if table.deferred is None or not table.deferred.zero:
+        return decide(context, inputs, context.reduced(table))
+    return _deferred(inputs, decide)
+
+
+def _deferred(inputs: Sequence[ValueVersions], decide: Callable[..., Decision]) -> DeferredValue:
+    """Return a scatter into zeros, which are created in the sharding that a reader needs."""
     return DeferredValue(
-        table.shape,
-        table.dtype,
+        inputs[0].shape,
+        inputs[0].dtype,
         decide,
         tuple(inputs),
         data_varying=any(one.data_varying for one in inputs),
@@ -233,17 +277,15 @@ def scatter_add(
     )
 
 
-def scatter(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
-    """Evaluate `table.at[indices].set(rows)` and the like; the indexed dims are replicated."""
+def _rows_set(
+    context: RuleContext, inputs: Sequence[ValueVersions], wanted: TensorSharding, *, eqn: Any
+) -> Decision:
+    """Decide on a scatter whose table has the sharding nearest to `wanted`."""
     table, indices, rows = inputs
-    numbers = eqn.params["dimension_numbers"]
-    roles = _scattered(table, rows, numbers)
-    have = context.reduced(table)
-    padded = have.indivisible_dims(table.shape, context.axes.sizes)
-    table_dims = tuple(
-        entry if (dim in roles.window or dim in roles.batch) and dim not in padded else ()
-        for dim, entry in enumerate(have.dims)
-    )
+    roles = _scattered(table, rows, eqn.params["dimension_numbers"])
+    table_dims = _dims_of_table(context, table, roles, wanted)
+    if any(one.data_varying for one in inputs):
+        table_dims = tuple(tuple(a for a in entry if a not in REPLICAS) for entry in table_dims)
     row_entries: list[Entry] = [()] * len(rows.shape)
     index_entries: list[Entry] = [()] * len(indices.shape)
     for dim, row_dim in roles.window.items():
@@ -251,12 +293,14 @@ def scatter(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Deci
     for dim, index_dim in roles.batch.items():
         row_entries[roles.rows_of[index_dim]] = index_entries[index_dim] = table_dims[dim]
     target = TensorSharding(table_dims)
-    operands = [
-        through(table, have, target),
+    operands = (
+        Operand(table, (target,)) if table.is_zero else through(table, wanted, target),
         Operand(indices, (TensorSharding(tuple(index_entries)),)),
         Operand(rows, (TensorSharding(tuple(row_entries)),)),
-    ]
-    return decided(context, eqn, inputs, operands, target)
+    )
+    spec = result(context, eqn, inputs, target)
+    take = functools.partial(_add_own, context.axes, eqn, roles, table_dims, table.shape, ())
+    return Decision(operands, (spec,), take)
 
 
 def _scattered(table: ValueVersions, rows: ValueVersions, numbers: Any) -> Roles:
@@ -278,10 +322,12 @@ def _rows_added(
     *,
     eqn: Any,
     path: tuple[TensorSharding, ...] = (),
+    terms: frozenset[str] = frozenset(),
 ) -> Decision:
     """Decide on a scatter-add whose table has the sharding nearest to `wanted`.
 
-    `path` are shardings to which the table is brought first.
+    `path` are shardings to which the table is brought first; `terms` the axes over which the rows
+    may stay a partial sum.
     """
     table, indices, rows = inputs
     roles = _scattered(table, rows, eqn.params["dimension_numbers"])
@@ -295,6 +341,9 @@ def _rows_added(
     anywhere = rows.deferred is not None and rows.deferred.free is None
     whole = TensorSharding.replicated(len(rows.shape))
     have = whole if anywhere else context.reduced(rows)
+    first = have if anywhere else context.first(rows).sharding
+    terms = terms if terms == first.partial and not terms & used else frozenset()
+    have = first if terms else have
     # The padding of an indivisible dim must not be added, so such dims of the rows are replicated.
     padded = have.indivisible_dims(rows.shape, context.axes.sizes)
     row_entries: list[Entry] = [
@@ -309,8 +358,8 @@ def _rows_added(
     for dim, row_dim in roles.rows_of.items():
         index_entries[dim] = row_entries[row_dim]
     # Devices with different rows each add theirs to a copy of the table: a partial sum.
-    terms = frozenset(a for dim in index_dim_of for a in row_entries[dim] if a not in used)
-    row_sharding = TensorSharding(tuple(row_entries))
+    row_sharding = TensorSharding(tuple(row_entries), terms)
+    terms |= {a for dim in index_dim_of for a in row_entries[dim] if a not in used}
     operands = (
         through(table, *path, TensorSharding(table_dims)),
         Operand(indices, (TensorSharding(tuple(index_entries)),)),

@@ -27,6 +27,7 @@ from jaxtyping import Array
 from plurax.jaxpr.convolutions import convolve
 from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import (
+    can_stay_partial,
     common_sharding,
     decided,
     reshaped_whole,
@@ -52,13 +53,35 @@ def dot_general(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
     labels[0] |= {d: ("left", d) for d in range(left_rank) if d not in labels[0]}
     labels[1] |= {d: ("right", d) for d in range(right_rank) if d not in labels[1]}
     operands, split = match_operands(context, eqn, inputs, labels)
+    operands, terms = _left_partial(context, eqn, inputs, operands)
     # The result's dims: batch, then the free dims of the left and of the right operand.
     out_labels = [("batch", i) for i in range(len(left_batch))]
     out_labels += [label for _, label in sorted(labels[0].items()) if label[0] == "left"]
     out_labels += [label for _, label in sorted(labels[1].items()) if label[0] == "right"]
     dims = tuple(split.get(label, ()) for label in out_labels)
     summed = frozenset(a for label, axes in split.items() if label[0] == "sum" for a in axes)
-    return decided(context, eqn, inputs, operands, TensorSharding(dims, summed))
+    return decided(context, eqn, inputs, operands, TensorSharding(dims, summed | terms))
+
+
+def _left_partial(
+    context: RuleContext, eqn: Any, inputs: list[ValueVersions], operands: list[Operand]
+) -> tuple[list[Operand], frozenset[str]]:
+    """Leave an operand a partial sum where the product is smaller and no device needs all of it.
+
+    Returns the operands, and the axes over which one is partial.
+    """
+    used = {axis for operand in operands for axis in operand.sharding.axes}
+    size = math.prod(eqn.outvars[0].aval.shape)
+    for place, (atom, versions) in enumerate(zip(eqn.invars, inputs, strict=True)):
+        if versions.deferred or not can_stay_partial(context, atom, versions):
+            continue
+        have = versions.value.sharding
+        same = have.dims == operands[place].sharding.dims and not have.partial & used
+        if have.partial and same and size < math.prod(versions.shape):
+            operands = [*operands]
+            operands[place] = Operand(versions, (have,))
+            return operands, have.partial
+    return operands, frozenset()
 
 
 def _inner_product(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision | None:

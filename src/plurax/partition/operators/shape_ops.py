@@ -15,6 +15,7 @@ if the dim is the major one of those it is merged with, or is split into.
     slice (8, 12) -> (8, 6)            (None, tensor)        (None, None) after an all-gather
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -137,12 +138,37 @@ def reshape(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Deci
     return decided(context, eqn, inputs, [operand], sharding, new_sizes=local)
 
 
-def transpose(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
-    """Transpose the shards."""
-    operand = _linear(context, eqn, inputs)
-    dims = tuple(operand.sharding.dims[d] for d in eqn.params["permutation"])
-    sharding = TensorSharding(dims, operand.sharding.partial)
-    return decided(context, eqn, inputs, [operand], sharding)
+def transpose(
+    context: RuleContext, eqn: Any, inputs: list[ValueVersions]
+) -> Decision | DeferredValue:
+    """Transpose the shards; what is created for its reader is transposed for it."""
+    order, deferred = eqn.params["permutation"], inputs[0].deferred
+    if deferred is None or deferred.zero or deferred.free is not None:
+        operand = _linear(context, eqn, inputs)
+        return decided(context, eqn, inputs, [operand], _permuted(operand.sharding, order))
+
+    def decide(
+        context: RuleContext, sources: Sequence[ValueVersions], target: TensorSharding
+    ) -> Decision:
+        (source,), wanted = sources, _permuted(target, [order.index(d) for d in range(len(order))])
+        if source.deferred:
+            made = source.deferred.decide(context, source.deferred.sources, wanted)
+            wanted = made.outputs[0].sharding
+        operand = Operand(source, (wanted,))
+        return decided(context, eqn, sources, [operand], _permuted(wanted, order))
+
+    return dataclasses.replace(
+        deferred,
+        shape=tuple(eqn.outvars[0].aval.shape),
+        decide=decide,
+        sources=(inputs[0],),
+        flattened=False,
+    )
+
+
+def _permuted(sharding: TensorSharding, order: Sequence[int]) -> TensorSharding:
+    """Return the sharding of a tensor whose dims are put in another order."""
+    return TensorSharding(tuple(sharding.dims[dim] for dim in order), sharding.partial)
 
 
 def squeeze(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:

@@ -1,0 +1,80 @@
+"""What mixtures of experts send and hold whose weights are split over devices."""
+
+import re
+
+import optax
+import pytest
+from tests.hlo.test_planned_bytes import counted
+from tests.parity import test_experts as mixtures
+
+import plurax as px
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+TOKENS = mixtures.B * mixtures.T * mixtures.D * 8
+"""Bytes of the tokens of a batch."""
+CHOICES = mixtures.B * mixtures.T * mixtures.K * 8
+"""Bytes of their weights."""
+
+
+def program_of(dispatch, **fields):
+    named = dispatch is mixtures.named_one_hot
+    rules = mixtures.NAMED if named else mixtures.SPLIT
+    plan = px.Plan(tensor=4, shardings=rules, **fields)
+    task, batch = mixtures.task_of(dispatch), mixtures.batch_of()
+    return px.compile(task, optax.sgd(0.1), plan, batch)
+
+
+@pytest.mark.parametrize("dispatch", [*mixtures.EVERY, mixtures.named_one_hot], ids=mixtures.name_of)
+def test_only_tokens_are_added_up(dispatch):
+    """Forward the values of all experts, backward the gradients of tokens and of their weights.
+
+    No weights are gathered, and no buffers; the loss is a number.
+    """
+    program = program_of(dispatch)
+    found = counted(program.collectives())
+    assert found == counted(program.planned_collectives())
+    assert {kind for kind, *_ in found} == {"all-reduce"}
+    assert sum(found.values()) == 2 * TOKENS + CHOICES + 8 + MORE.get(dispatch, 0)
+
+
+MORE = {
+    # The gradient of a bias that is not split.
+    mixtures.normed: mixtures.E * mixtures.H * 8,
+    # The hidden values, forward and twice backward: the rows of a product with other groups.
+    mixtures.counted_twice: 3 * mixtures.H * CHOICES,
+}
+
+
+@pytest.mark.parametrize("fields", [{"data": 2, "zero": 3}, {"microbatches": 2, "remat": "full"}])
+def test_what_is_planned_is_what_is_compiled(fields):
+    program = program_of(mixtures.sorted_rows, **fields)
+    assert counted(program.collectives()) == counted(program.planned_collectives())
+
+
+OWN = [mixtures.named_one_hot, mixtures.added_to_buffers, mixtures.sorted_rows]
+
+
+@pytest.mark.parametrize("dispatch", OWN, ids=mixtures.name_of)
+def test_each_device_holds_its_own_experts(dispatch):
+    """All experts' weights, hidden values and buffers are in no program."""
+    e, d, h = mixtures.E, mixtures.D, mixtures.H
+    text = program_of(dispatch).compiled_step.as_text()
+    shapes = {tuple(map(int, one.split(","))) for one in re.findall(r"f64\[([\d,]+)\]", text)}
+    held = {tuple(sorted(size for size in shape if size > 1)) for shape in shapes}
+    for sizes in ((d, h), *((b, c, w) for b, c in SLOTS for w in (d, h))):
+        assert tuple(sorted(size for size in (e, *sizes) if size > 1)) not in held
+    assert tuple(sorted((d, h))) in held
+
+
+SLOTS = ((mixtures.B, mixtures.CAPACITY), (mixtures.B * mixtures.CAPACITY, 1))
+"""How the slots of an expert for all examples may stand in an array."""
+
+
+def test_experts_that_devices_do_not_divide_are_whole():
+    plan = px.Plan(tensor=4, shardings=mixtures.SPLIT)
+    task, batch = mixtures.task_of(mixtures.sorted_rows, experts=6), mixtures.batch_of()
+    with pytest.warns(px.errors.ShardingWarning) as said:
+        program = px.compile(task, optax.sgd(0.1), plan, batch)
+    assert "shards do not divide 6" in str(said[0].message)
+    assert not program.collectives()
