@@ -42,6 +42,14 @@ PROCESSES = (
 """A process for each case; what a process does after its end is tested in one for all as well."""
 
 FURTHER = (
+    "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[added_to_tokens]",
+    "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[counted_twice]",
+    "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[fused]",
+    "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[in_a_checkpoint]",
+    "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[in_buffers]",
+    "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[named_one_hot]",
+    "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[one_hot]",
+    "tests/hlo/test_experts_bytes.py::test_what_is_planned_is_what_is_compiled[fields1]",
     "tests/hlo/test_members.py::test_data_memory_does_not_depend_on_the_members",
     "tests/hlo/test_members.py::test_members_never_communicate[Plan(member=4)]",
     "tests/hlo/test_planned_bytes.py::"
@@ -98,6 +106,44 @@ FURTHER = (
     "test_layers_are_reduced_in_their_loop_and_nothing_is_sent_twice[tensor, zero 1]",
     "tests/parity/test_early_reduction.py::"
     "test_layers_are_reduced_in_their_loop_and_nothing_is_sent_twice[two microbatches]",
+    "tests/parity/test_experts.py::test_a_balanced_load_is_that_of_the_whole_batch[data alone-",
+    "tests/parity/test_experts.py::test_a_balanced_load_is_that_of_the_whole_batch[microbatches-",
+    "tests/parity/test_experts.py::test_a_balanced_load_is_that_of_the_whole_batch[tensor-",
+    "tests/parity/test_experts.py::test_a_balanced_load_is_that_of_the_whole_batch[zero 3-",
+    "tests/parity/test_experts.py::"
+    "test_any_choice_of_experts_equals_one_device[no tokens-added_to_buffers]",
+    "tests/parity/test_experts.py::"
+    "test_any_choice_of_experts_equals_one_device[no tokens-in_buffers]",
+    "tests/parity/test_experts.py::test_any_choice_of_experts_equals_one_device[no tokens-one_hot]",
+    "tests/parity/test_experts.py::"
+    "test_any_choice_of_experts_equals_one_device[one expert-added_to_buffers]",
+    "tests/parity/test_experts.py::"
+    "test_any_choice_of_experts_equals_one_device[one expert-in_buffers]",
+    "tests/parity/test_experts.py::"
+    "test_any_choice_of_experts_equals_one_device[one expert-one_hot]",
+    "tests/parity/test_experts.py::"
+    "test_any_choice_of_experts_equals_one_device[ties-added_to_buffers]",
+    "tests/parity/test_experts.py::test_any_choice_of_experts_equals_one_device[ties-in_buffers]",
+    "tests/parity/test_experts.py::test_any_choice_of_experts_equals_one_device[ties-one_hot]",
+    "tests/parity/test_experts.py::test_any_plan_equals_one_device[data-added_to_buffers]",
+    "tests/parity/test_experts.py::test_any_plan_equals_one_device[data-in_buffers]",
+    "tests/parity/test_experts.py::test_any_plan_equals_one_device[data-one_hot]",
+    "tests/parity/test_experts.py::test_any_plan_equals_one_device[dots-",
+    "tests/parity/test_experts.py::test_any_plan_equals_one_device[everything-added_to_buffers]",
+    "tests/parity/test_experts.py::test_any_plan_equals_one_device[everything-in_buffers]",
+    "tests/parity/test_experts.py::test_any_plan_equals_one_device[everything-one_hot]",
+    "tests/parity/test_experts.py::test_any_plan_equals_one_device[full-",
+    "tests/parity/test_experts.py::test_any_plan_equals_one_device[microbatches-",
+    "tests/parity/test_experts.py::test_any_plan_equals_one_device[pipeline-",
+    "tests/parity/test_experts.py::test_any_plan_equals_one_device[zero 1-",
+    "tests/parity/test_experts.py::test_any_plan_equals_one_device[zero 3-",
+    "tests/parity/test_experts.py::test_experts_over_devices_equal_one_device[2-added_to_tokens]",
+    "tests/parity/test_experts.py::test_experts_over_devices_equal_one_device[2-counted_twice]",
+    "tests/parity/test_experts.py::test_experts_over_devices_equal_one_device[2-fused]",
+    "tests/parity/test_experts.py::test_experts_over_devices_equal_one_device[2-in_a_checkpoint]",
+    "tests/parity/test_experts.py::test_experts_over_devices_equal_one_device[2-in_buffers]",
+    "tests/parity/test_experts.py::test_experts_over_devices_equal_one_device[2-one_hot]",
+    "tests/parity/test_experts.py::test_experts_over_devices_equal_one_device[4-",
     "tests/parity/test_freezing.py::test_as_by_hand[head-1f1b]",
     "tests/parity/test_freezing.py::test_as_by_hand[layers-zb-h1]",
     "tests/parity/test_freezing.py::test_as_by_hand[marked-zero 2 in stages]",

@@ -371,6 +371,12 @@ def experts(x, w):
     return jax.lax.ragged_dot(hidden, w.swapaxes(1, 2), sizes), hidden.sum(0)
 
 
+def regrouped(x, w):
+    """The rows of the second product have other groups than those of the first."""
+    hidden = jnp.exp(jax.lax.ragged_dot(x, w, jnp.array([1, 0, 5, 1])))
+    return jax.lax.ragged_dot(hidden, w.swapaxes(1, 2), jnp.array([4, 3, 0, 1]))
+
+
 def read_partial(x, y):
     """A partial sum that a gather, a scatter and a product leave one."""
     rows = (x @ y.T)[jnp.array([1, 0, 5, 9, 3])].reshape(5, 2, 4)
@@ -559,6 +565,8 @@ OPERATIONS = {
         grouped, (TABLE, IMAGE[0].reshape(3, 12, 8)), (S(None, None), S(None, None, "tensor"))),
     "groups of experts": (
         experts, (TABLE, IMAGE[:4, 0].reshape(4, 12, 4)), (S(None, None), S("tensor", None, None))),
+    "other groups of experts": (
+        regrouped, (TABLE, IMAGE[:4, 0].reshape(4, 12, 4)), (S(None, None), S("tensor", None, None))),
     "groups of experts, split rows": (
         experts, (TABLE, IMAGE[:4, 0].reshape(4, 12, 4)),
         (S("tensor", None), S("tensor", None, None))),

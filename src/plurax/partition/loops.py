@@ -30,7 +30,7 @@ from plurax.jaxpr.compat import Scan, open_jaxpr
 from plurax.partition.buckets import computed_at
 from plurax.partition.carry import Carry
 from plurax.partition.ring import AXIS, PLACED, Ring, goes_around, kind_of_stack
-from plurax.partition.values import ShardedValue, ValueVersions
+from plurax.partition.values import OwnRows, ShardedValue, ValueVersions
 from plurax.sharding.spec import REPLICAS, TensorSharding
 
 
@@ -62,7 +62,12 @@ class Loop:
         self.mixes_blocks = False
         self.consts, carry, xs = self.scan.split(inputs)
         self.carry = Carry(partitioner, self.scan.split(self.scan.body.invars)[1], carry)
-        self.xs = [self._unstacked(versions) for versions in xs]
+        # The place of the sizes of a stack of which each device has its own rows.
+        self.sizes = [self._place_of_sizes(versions, xs) for versions in xs]
+        self.xs = [
+            versions.value if place is not None else self._unstacked(versions)
+            for versions, place in zip(xs, self.sizes, strict=True)
+        ]
         # The carry's shardings are its own fixed point; only stacked outputs can have goals.
         self.goals = [
             *[None] * self.carried,
@@ -70,6 +75,15 @@ class Loop:
         ]
         reduce_shared(partitioner, self.consts)
         self.found: list[ShardedValue] = []
+        # By the place of a stacked output: which rows a device has, and the place of their sizes.
+        self.own: dict[int, tuple[OwnRows, int]] = {}
+
+    def _place_of_sizes(self, versions: ValueVersions, xs: list[ValueVersions]) -> int | None:
+        """Return the place of the sizes by which devices have rows of a stack, if they have."""
+        rows = None if versions.deferred or self.in_ring else versions.value.rows
+        if rows is None or versions.value.sharding.dims[0]:
+            return None
+        return next((place for place, one in enumerate(xs) if one is rows.sizes), None)
 
     def _unstacked(self, versions: ValueVersions) -> ShardedValue:
         """Return a stacked input with its leading dim replicated, so that a scan can take rows, or
@@ -128,15 +142,27 @@ class Loop:
                     ShardedValue(array, tuple(var.aval.shape), sharding, data_varying, is_param)
                 )
             )
+        for place, (of_row, sizes) in self.own.items():
+            own = OwnRows(of_row.dim + 1, of_row.axes, results[sizes])
+            results[place] = ValueVersions(dataclasses.replace(results[place].value, rows=own))
         return results
+
+    def _rows(self, xs: Sequence[Any]) -> list[ValueVersions]:
+        """Return the rows of the stacked inputs for an iteration."""
+        rows = [ValueVersions(_row(stack, array)) for stack, array in zip(self.xs, xs, strict=True)]
+        for place, sizes in enumerate(self.sizes):
+            of_stack = self.xs[place].rows
+            if of_stack is not None and sizes is not None:
+                own = OwnRows(of_stack.dim - 1, of_stack.axes, rows[sizes])
+                rows[place] = ValueVersions(dataclasses.replace(rows[place].value, rows=own))
+        return rows
 
     def _iteration(self, carry: Sequence[Any], xs: Sequence[Any]) -> list[Array]:
         """Run one iteration on one device's shards."""
         # Fresh, because a version that is created inside the body does not exist outside of it.
         inputs = [versions.fresh() for versions in self.consts]
         inputs += self.carry.received(carry)
-        for stack, array in zip(self.xs, xs, strict=True):
-            inputs.append(ValueVersions(_row(stack, array)))
+        inputs += self._rows(xs)
         outside = self.partitioner.over_layers
         self.partitioner.over_layers = any(map(self.partitioner.context.of_parameters, self.xs))
         out = self.partitioner.evaluate(self.scan.body, self.scan.body_consts, inputs, self.goals)
@@ -144,8 +170,14 @@ class Loop:
         values = self.carry.returned(out[: self.carried])
         # A stacked gradient with a goal is reduced row by row, so only shards are stacked.
         order = computed_at(self.scan.body.eqns, self.scan.body.outvars[self.carried :])
-        values += self.partitioner.finish(out[self.carried :], self.goals[self.carried :], order)
+        stacked = [one if one.deferred else _reduced_first(one) for one in out[self.carried :]]
+        values += self.partitioner.finish(stacked, self.goals[self.carried :], order)
         self.found = values
+        self.own = {
+            place: (value.rows, out.index(value.rows.sizes))
+            for place, value in enumerate(values)
+            if place >= self.carried and value.own_rows and value.rows
+        }
         return [value.array for value in values]
 
 
@@ -270,6 +302,12 @@ def replicated_over_data(partitioner: Any, versions: ValueVersions) -> Any:
         return versions.deferred
     value: ShardedValue = partitioner.reduced(versions)
     return partitioner.reshard(versions, value.sharding.without(["data"]))
+
+
+def _reduced_first(versions: ValueVersions) -> ValueVersions:
+    """Return a value that was reduced as what it was reduced to: it is stacked as its first."""
+    reduced = [value for value in versions.values if not value.sharding.partial]
+    return ValueVersions(reduced[0]) if reduced else versions
 
 
 def _row(stack: ShardedValue, array: Array) -> ShardedValue:

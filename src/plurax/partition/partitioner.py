@@ -189,7 +189,8 @@ class Partitioner(Resharder):
             here.update(zip(eqn.outvars, outputs, strict=True))
         del self._calls[inside:]
         self._met = outer
-        return [read(atom).returned() for atom in results]
+        values = [read(atom) for atom in results]
+        return [value.returned(values) for value in values]
 
     def _equation(
         self,

@@ -67,7 +67,10 @@ class ShardedValue:
     def own_rows(self) -> "OwnRows | None":
         """Whose rows it has, if it is a partial sum over their devices, and over no others."""
         rows = self.rows
-        return rows if rows and self.sharding.partial == frozenset(rows.axes) else None
+        # In a stack each row has sizes of its own.
+        if rows is None or len(rows.sizes.shape) > 1:
+            return None
+        return rows if self.sharding.partial == frozenset(rows.axes) else None
 
     @property
     def kind(self) -> tuple[TensorSharding, bool, bool]:
@@ -226,9 +229,9 @@ class ValueVersions:
         other.values = list(self.values)
         return other
 
-    def returned(self) -> "ValueVersions":
-        """Return the value as a result: whose rows it has is known within a function alone."""
-        if all(value.rows is None for value in self.values):
+    def returned(self, results: "Sequence[ValueVersions]") -> "ValueVersions":
+        """Return it as one of a function's results: whose rows it has is known with the sizes."""
+        if all(one.rows is None or one.rows.sizes in results for one in self.values):
             return self
         other = self.copy()
         other.values = [dataclasses.replace(value, rows=None) for value in self.values]

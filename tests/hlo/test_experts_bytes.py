@@ -25,7 +25,9 @@ def program_of(dispatch, **fields):
     return px.compile(task, optax.sgd(0.1), plan, batch)
 
 
-@pytest.mark.parametrize("dispatch", [*mixtures.EVERY, mixtures.named_one_hot], ids=mixtures.name_of)
+@pytest.mark.parametrize(
+    "dispatch", [*mixtures.EVERY, mixtures.named_one_hot], ids=mixtures.name_of
+)
 def test_only_tokens_are_added_up(dispatch):
     """Forward the values of all experts, backward the gradients of tokens and of their weights.
 
@@ -35,14 +37,16 @@ def test_only_tokens_are_added_up(dispatch):
     found = counted(program.collectives())
     assert found == counted(program.planned_collectives())
     assert {kind for kind, *_ in found} == {"all-reduce"}
-    assert sum(found.values()) == 2 * TOKENS + CHOICES + 8 + MORE.get(dispatch, 0)
+    assert sum(found.values()) == SENT.get(dispatch, 2 * TOKENS + CHOICES) + 8
 
 
-MORE = {
+SENT = {
+    # In each of two layers: what is kept for the backward pass is added up before it is weighted.
+    mixtures.in_a_loop: 2 * (mixtures.K * TOKENS + TOKENS),
     # The gradient of a bias that is not split.
-    mixtures.normed: mixtures.E * mixtures.H * 8,
+    mixtures.normed: 2 * TOKENS + CHOICES + mixtures.E * mixtures.H * 8,
     # The hidden values, forward and twice backward: the rows of a product with other groups.
-    mixtures.counted_twice: 3 * mixtures.H * CHOICES,
+    mixtures.counted_twice: 2 * TOKENS + CHOICES + 3 * mixtures.H * CHOICES,
 }
 
 
