@@ -245,6 +245,10 @@ def test_experts_over_devices_equal_one_device(dispatch, count):
     assert_as_by_hand(dispatch, px.Plan(tensor=count, shardings=SPLIT))
 
 
+def test_named_choices_equal_one_device():
+    assert_as_by_hand(named_one_hot, px.Plan(tensor=4, shardings=NAMED))
+
+
 @pytest.mark.parametrize("dispatch", DISPATCHES, ids=name_of)
 @pytest.mark.parametrize("kind", ["one expert", "no tokens", "ties"])
 def test_any_choice_of_experts_equals_one_device(dispatch, kind):

@@ -566,7 +566,8 @@ OPERATIONS = {
     "groups of experts": (
         experts, (TABLE, IMAGE[:4, 0].reshape(4, 12, 4)), (S(None, None), S("tensor", None, None))),
     "other groups of experts": (
-        regrouped, (TABLE, IMAGE[:4, 0].reshape(4, 12, 4)), (S(None, None), S("tensor", None, None))),
+        regrouped, (TABLE, IMAGE[:4, 0].reshape(4, 12, 4)),
+        (S(None, None), S("tensor", None, None))),
     "groups of experts, split rows": (
         experts, (TABLE, IMAGE[:4, 0].reshape(4, 12, 4)),
         (S("tensor", None), S("tensor", None, None))),

@@ -165,7 +165,8 @@ class Loop:
         inputs += self._rows(xs)
         outside = self.partitioner.over_layers
         self.partitioner.over_layers = any(map(self.partitioner.context.of_parameters, self.xs))
-        out = self.partitioner.evaluate(self.scan.body, self.scan.body_consts, inputs, self.goals)
+        body, consts = self.scan.body, self.scan.body_consts
+        out = self.partitioner.evaluate(body, consts, inputs, self.goals, with_sizes=True)
         self.partitioner.over_layers = outside
         values = self.carry.returned(out[: self.carried])
         # A stacked gradient with a goal is reduced row by row, so only shards are stacked.

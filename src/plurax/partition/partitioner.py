@@ -127,15 +127,18 @@ class Partitioner(Resharder):
         consts: Sequence[Any],
         args: Sequence[ValueVersions],
         wanted: Sequence[TensorSharding | None] | None = None,
+        *,
+        with_sizes: bool = False,
     ) -> list[ValueVersions]:
         """Evaluate a jaxpr's equations in order.
 
         `wanted` gives the shardings of the results, None for no constraint. A data-varying result
         whose wanted sharding names `data` is a sum over the devices' rows; with `sums` all are.
+        `with_sizes` says whose rows results have (`OwnRows`) where the sizes are a result, too.
         """
         known = dict(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
         known.update(zip(jaxpr.invars, args, strict=True))
-        return self.evaluate_part(jaxpr.eqns, known, jaxpr.outvars, wanted)
+        return self.evaluate_part(jaxpr.eqns, known, jaxpr.outvars, wanted, with_sizes=with_sizes)
 
     def evaluate_part(
         self,
@@ -143,6 +146,8 @@ class Partitioner(Resharder):
         known: Mapping[Any, ValueVersions],
         results: Sequence[Any],
         wanted: Sequence[TensorSharding | None] | None = None,
+        *,
+        with_sizes: bool = False,
     ) -> list[ValueVersions]:
         """Evaluate those of some equations on which `results` depend, given the `known` values."""
         inside, outer = len(self._calls), self._met
@@ -190,7 +195,7 @@ class Partitioner(Resharder):
         del self._calls[inside:]
         self._met = outer
         values = [read(atom) for atom in results]
-        return [value.returned(values) for value in values]
+        return [value.returned(values if with_sizes else ()) for value in values]
 
     def _equation(
         self,
