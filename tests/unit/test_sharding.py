@@ -453,6 +453,9 @@ OPERATIONS = {
         (S(None, "tensor"),)),
     "add rows": (
         lambda x: jnp.zeros((8, 12)).at[INDEX[:4, 0]].add(x[:4]), (TABLE,), (S(None, "tensor"),)),
+    "add rows, transposed": (
+        lambda x, y: (jnp.zeros((8, 12)).at[INDEX[:4, 0]].add(x[:4]).T @ y, jnp.exp(x.T)),
+        (TABLE, TABLE), (S("tensor", None), S("tensor", None))),
     "add to rows": (
         lambda x: x.at[INDEX[:4, 0]].add(x[:4]), (TABLE,), (S("tensor", None),)),
     "subtract from rows": (
