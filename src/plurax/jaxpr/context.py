@@ -34,8 +34,12 @@ class Context:
         """Return the keys of a block, so that each device has whole blocks of its own keys."""
         if self.exchanges_heads(region):
             return block
-        own = region.size // self.devices if order is None else order.share(region.size)
-        return nearest_divisor(own, block)
+        if order is None:
+            return nearest_divisor(region.size // self.devices, block)
+        share = order.share(region.size)
+        # XLA has no loop over one block, and would hold what all turns of a ring compute.
+        most = share // 2 if self.strategy == "ring" and share > 1 else share
+        return nearest_divisor(share, min(block, most))
 
     def order(self, region: Region) -> Order | None:
         """Return the order in which devices may have a region's tokens; None for that of places."""

@@ -29,7 +29,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -46,7 +46,7 @@ from plurax.execute.streamed_task import has_attention, streamed_task
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.mesh import abstract_mesh
-from plurax.plan import Plan
+from plurax.plan import ContextStrategy, Plan
 from plurax.planner.candidates import (
     REMATS,
     CandidatePlan,
@@ -156,7 +156,8 @@ def search(
 
 def _with_attention_in_blocks(machine: Machine, wanted: "_Wanted", effort: Effort) -> list[Found]:
     """Search plans whose attention is in blocks, if the task has any; where none of these fits
-    either, with tokens over the fewest devices with which some do, their keys in a ring.
+    either, with tokens over the fewest devices with which some do, their keys in a ring, which
+    holds least. The best of these is also estimated with keys gathered, and with heads exchanged.
 
     Raises `PlanError` of the last of these where none fits.
     """
@@ -164,16 +165,39 @@ def _with_attention_in_blocks(machine: Machine, wanted: "_Wanted", effort: Effor
         return []
     pinned = dataclasses.replace(wanted.pinned, stream=STREAM)
     wanted = dataclasses.replace(wanted, pinned=pinned, fields=[*wanted.fields, "stream"])
-    choices = [wanted]
-    if not {"context", "context_strategy"}.intersection(wanted.fields):
-        for count in _doublings(machine.devices):
+    own = ["context", "context_strategy"]
+    counts = [] if {*own}.intersection(wanted.fields) else _doublings(machine.devices)
+    refusal: errors.PlanError | None = None
+    for count in (pinned.context, *counts):
+        choice = wanted
+        if count > pinned.context:
             split = dataclasses.replace(pinned, context=count, context_strategy="ring")
-            fields = [*wanted.fields, "context", "context_strategy"]
-            choices.append(dataclasses.replace(wanted, pinned=split, fields=fields))
-    for choice in choices[:-1]:
+            choice = dataclasses.replace(wanted, pinned=split, fields=[*wanted.fields, *own])
+        try:
+            ring = _search_on(machine, choice, effort.again())
+        except errors.PlanError as error:
+            refusal = error
+            continue
+        if choice is wanted:
+            return [ring]
+        return [ring, *_by_other_strategies(machine, choice, ring.best, effort)]
+    assert refusal is not None
+    raise refusal
+
+
+def _by_other_strategies(
+    machine: Machine, wanted: "_Wanted", best: Plan, effort: Effort
+) -> Iterator[Found]:
+    """Yield what a plan with a ring costs with keys gathered, and with heads exchanged, where it
+    fits: heads send less over many devices, and a ring more than keys gathered once."""
+    fields = [field.name for field in dataclasses.fields(Plan)]
+    strategies: tuple[ContextStrategy, ...] = ("gather", "heads")
+    for strategy in strategies:
+        plan = dataclasses.replace(best, context_strategy=strategy)
         with contextlib.suppress(errors.PlanError):
-            return [_search_on(machine, choice, effort.again())]
-    return [_search_on(machine, choices[-1], effort.again())]
+            yield _search_on(
+                machine, dataclasses.replace(wanted, pinned=plan, fields=fields), effort.again()
+            )
 
 
 def _doublings(devices: int) -> list[int]:
