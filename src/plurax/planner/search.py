@@ -29,7 +29,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optax
@@ -46,7 +46,7 @@ from plurax.execute.streamed_task import has_attention, streamed_task
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.mesh import abstract_mesh
-from plurax.plan import ContextStrategy, Plan
+from plurax.plan import Plan
 from plurax.planner.candidates import (
     REMATS,
     CandidatePlan,
@@ -163,41 +163,24 @@ def _with_attention_in_blocks(machine: Machine, wanted: "_Wanted", effort: Effor
     """
     if not has_attention(wanted.task, wanted.batch, STREAM):
         return []
-    pinned = dataclasses.replace(wanted.pinned, stream=STREAM)
-    wanted = dataclasses.replace(wanted, pinned=pinned, fields=[*wanted.fields, "stream"])
-    own = ["context", "context_strategy"]
-    counts = [] if {*own}.intersection(wanted.fields) else _doublings(machine.devices)
-    refusal: errors.PlanError | None = None
-    for count in (pinned.context, *counts):
-        choice = wanted
-        if count > pinned.context:
-            split = dataclasses.replace(pinned, context=count, context_strategy="ring")
-            choice = dataclasses.replace(wanted, pinned=split, fields=[*wanted.fields, *own])
-        try:
-            ring = _search_on(machine, choice, effort.again())
-        except errors.PlanError as error:
-            refusal = error
-            continue
-        if choice is wanted:
-            return [ring]
-        return [ring, *_by_other_strategies(machine, choice, ring.best, effort)]
-    assert refusal is not None
-    raise refusal
+    wanted = wanted.holding(stream=STREAM)
+    choices = [wanted]
+    if not {"context", "context_strategy"}.intersection(wanted.fields):
+        rings = {"context_strategy": "ring"}
+        choices += [wanted.holding(context=n, **rings) for n in _doublings(machine.devices)]
 
+    def searched(choice: _Wanted) -> list[Found]:
+        results = [_search_on(machine, choice, effort.again())]
+        for strategy in () if choice is wanted else ("gather", "heads"):
+            plan = vars(results[0].best) | {"context_strategy": strategy}
+            with contextlib.suppress(errors.PlanError):
+                results.append(_search_on(machine, choice.holding(**plan), effort.again()))
+        return results
 
-def _by_other_strategies(
-    machine: Machine, wanted: "_Wanted", best: Plan, effort: Effort
-) -> Iterator[Found]:
-    """Yield what a plan with a ring costs with keys gathered, and with heads exchanged, where it
-    fits: heads send less over many devices, and a ring more than keys gathered once."""
-    fields = [field.name for field in dataclasses.fields(Plan)]
-    strategies: tuple[ContextStrategy, ...] = ("gather", "heads")
-    for strategy in strategies:
-        plan = dataclasses.replace(best, context_strategy=strategy)
+    for choice in choices[:-1]:
         with contextlib.suppress(errors.PlanError):
-            yield _search_on(
-                machine, dataclasses.replace(wanted, pinned=plan, fields=fields), effort.again()
-            )
+            return searched(choice)
+    return searched(choices[-1])
 
 
 def _doublings(devices: int) -> list[int]:
@@ -222,6 +205,11 @@ class _Wanted:
     fields: Sequence[str]
     memory: float | None
     count: int
+
+    def holding(self, **fields: Any) -> "_Wanted":
+        """Return the same with more fields that hold."""
+        pinned = dataclasses.replace(self.pinned, **fields)
+        return dataclasses.replace(self, pinned=pinned, fields=[*self.fields, *fields])
 
 
 def _search_on(machine: Machine, wanted: _Wanted, effort: Effort) -> Found:
