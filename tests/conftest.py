@@ -52,7 +52,7 @@ from matplotlib.figure import Figure
 
 import plurax as px
 from tests.promotion import forbid_promotion, promotion
-from tests.tiers import CI, GANGS
+from tests.tiers import CI, GANGS, SLOW
 from tests.typecheck import check_public_names
 
 px.virtual_devices(8)
@@ -89,9 +89,11 @@ settings.load_profile(os.environ.get("PLURAX_TEST_PROFILE", "default"))
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that `make test` leaves to `.ci/run`."""
+    """Mark the tests that `make test` leaves to `.ci/run`, and to `make test-all`."""
     for item in items:
-        if item.nodeid.startswith(GANGS):
+        if item.nodeid.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
+        elif item.nodeid.startswith(GANGS):
             item.add_marker(pytest.mark.gangs)
         elif item.nodeid.startswith(CI):
             item.add_marker(pytest.mark.ci)

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int, TypeCheckError
 import plurax as px
 from tests.messages import all_messages
 from tests.parts import PARTS, paths
-from tests.tiers import CI, GANGS
+from tests.tiers import CI, GANGS, SLOW
 from tests.typecheck import checked
 
 REPOSITORY = Path(__file__).parents[1]
@@ -547,7 +547,7 @@ def test_every_test_belongs_to_one_part():
     assert owned == collections.Counter(every)
 
 
-@pytest.mark.parametrize("line", [*GANGS, *CI])
+@pytest.mark.parametrize("line", [*GANGS, *CI, *SLOW])
 def test_what_waits_for_ci_is_there(line):
     """A renamed file or function takes its line in `tests/tiers.py` along."""
     path, _, case = line.partition("::")

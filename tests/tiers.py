@@ -2,7 +2,8 @@
 
 A test without a mark runs in `make test`. `GANGS` wait for processes (`make test-gangs`), `CI` are
 whole pages, further cases of a contract, and a few contracts that take long (`make test-ci`);
-`.ci/run` runs both. Tests marked `slow` draw many rounds (`make test-all`).
+`.ci/run` runs both. `SLOW` are the rest of tables of which the others run cases of each kind, and
+what draws many rounds (`make test-all`).
 
 A line is the beginning of a test's id: a folder, a file, a function, or one of its cases.
 """
@@ -262,6 +263,19 @@ FURTHER = (
     "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[sequence]",
     "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[uneven]",
     "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[zero 2]",
+    "tests/parity/test_stream_plans.py::test_any_plan_with_masked_blocks_equals_one_device[full]",
+    "tests/parity/test_stream_plans.py::test_any_plan_with_masked_blocks_equals_one_device[minor]",
+    "tests/parity/test_stream_plans.py::test_any_plan_with_masked_blocks_equals_one_device[pipeline",
+    "tests/parity/test_stream_plans.py::test_any_plan_with_masked_blocks_equals_one_device[uneven]",
+    "tests/parity/test_stream_plans.py::test_any_plan_with_tokens_in_order_equals_one_device[context",
+    "tests/parity/test_stream_plans.py::test_any_plan_with_tokens_in_order_equals_one_device[pipe",
+    "tests/parity/test_stream_plans.py::"
+    "test_any_plan_with_tokens_in_order_equals_one_device[ring and data",
+    "tests/parity/test_stream_plans.py::"
+    "test_any_plan_with_tokens_in_order_equals_one_device[ring and remat",
+    "tests/parity/test_stream_plans.py::"
+    "test_any_plan_with_tokens_in_order_equals_one_device[ring and tensor",
+    "tests/parity/test_stream_plans.py::test_members_equal_those_as_written",
     "tests/test_documents.py::test_the_page_runs[docs/index.md]",
     "tests/unit/test_adapters.py::test_equinox_functions_may_close_over_arrays[default]",
     "tests/unit/test_adapters.py::test_equinox_functions_may_close_over_arrays[nested]",
@@ -367,6 +381,8 @@ FURTHER = (
     "tests/unit/test_replicas.py::test_where_there_are_no_copies_nothing_runs[members alone]",
     "tests/unit/test_run_file.py::test_the_best_state_predicts[px.Members(2)]",
     "tests/unit/test_search.py::test_plans_are_ranked_by_what_an_estimate_says[{'pipeline': 2}]",
+    "tests/unit/test_search.py::"
+    "test_tokens_are_split_over_the_fewest_devices_with_which_they_fit",
     "tests/unit/test_servers.py::test_a_prepared_worker_compiles_no_more[pipeline]",
     "tests/unit/test_servers.py::test_a_prepared_worker_compiles_no_more[zero]",
     "tests/unit/test_sources.py::test_a_column_in_a_file_is_read_by_row_and_once_a_batch",
@@ -375,7 +391,14 @@ FURTHER = (
     "test_a_script_that_gets_sigterm_ends_with_its_checkpoint[handled",
     "tests/unit/test_stop_signals.py::"
     "test_a_script_that_gets_sigterm_ends_with_its_checkpoint[plain-True",
-    "tests/unit/test_stream.py::test_values_and_gradients_are_the_same[5-",
+    "tests/unit/test_masked_queries.py::test_other_numbers_of_queries_than_of_keys[-1e+30-",
+    "tests/unit/test_masked_queries.py::test_values_and_gradients_are_the_same[a",
+    "tests/unit/test_masked_queries.py::test_values_and_gradients_are_the_same[bounded]",
+    "tests/unit/test_masked_queries.py::test_values_and_gradients_are_the_same[causal, ",
+    "tests/unit/test_masked_queries.py::test_values_and_gradients_are_the_same[keys first]",
+    "tests/unit/test_masked_queries.py::test_values_and_gradients_are_the_same[then bias]",
+    "tests/unit/test_masked_queries.py::test_values_and_gradients_are_the_same[window",
+    "tests/unit/test_stream.py::test_values_and_gradients_are_the_same[False-5-",
     "tests/unit/test_sweep.py::test_a_few_large_members_fit_where_a_chunk_does_not",
     "tests/unit/test_sweep.py::test_frozen_members_are_the_first_to_go",
     "tests/unit/test_timeline.py::test_layers_of_each_stage_and_a_schedule_by_hand",
@@ -418,3 +441,45 @@ FURTHER = (
 """Further cases, of which others are in `make test`; without a case, contracts that take long."""
 
 CI = PAGES + PROCESSES + FURTHER
+
+SLOW = (
+    "tests/parity/test_context.py::test_any_attention_equals_one_device[gather-",
+    "tests/parity/test_context.py::test_any_attention_equals_one_device[heads-",
+    "tests/parity/test_context.py::test_any_number_of_devices[4-",
+    "tests/parity/test_experts.py::test_any_choice_of_experts_equals_one_device[no tokens-added",
+    "tests/parity/test_experts.py::test_any_choice_of_experts_equals_one_device[one expert-added",
+    "tests/parity/test_experts.py::test_any_choice_of_experts_equals_one_device[ties-added",
+    "tests/parity/test_experts.py::test_any_plan_equals_one_device[dots-",
+    "tests/parity/test_experts.py::test_any_plan_equals_one_device[microbatches-",
+    "tests/parity/test_experts.py::test_any_plan_equals_one_device[zero 1-",
+    "tests/parity/test_pipelines.py::test_every_schedule[marked-gpipe-4]",
+    "tests/parity/test_pipelines.py::test_every_schedule[marked-interleaved-8]",
+    "tests/parity/test_pipelines.py::test_every_schedule[marked-zb-h1-3]",
+    "tests/parity/test_pipelines.py::test_every_schedule_in_float32[perceptron-eager-1f1b-4]",
+    "tests/parity/test_pipelines.py::test_hybrids[a stage a device]",
+    "tests/parity/test_pipelines.py::test_hybrids[few layers first]",
+    "tests/parity/test_pipelines.py::test_hybrids[four stages a device]",
+    "tests/parity/test_pipelines.py::test_hybrids[unequal parts]",
+    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[microbatches-21]",
+    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[one device",
+    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[pipeline, zero 1",
+    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[pipeline, zero 2-21]",
+    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[pipeline-",
+    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[tensor, zero 1-",
+    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[tensor-24]",
+    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[zero 1",
+    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[zero 2-21]",
+    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[full]",
+    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[microbatches]",
+    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[minor]",
+    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[offload]",
+    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[ring and remat]",
+    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[ring and zero 1]",
+    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[ring of six]",
+    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[ring]",
+    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[sequence]",
+    "tests/unit/test_stream.py::test_values_and_gradients_are_the_same[False-4-",
+    "tests/unit/test_stream.py::test_values_and_gradients_are_the_same[True-5-",
+)
+"""Cases of tables whose dims are tested by others: the same plan with one axis more, the same form
+in blocks of another size."""
