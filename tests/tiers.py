@@ -381,8 +381,7 @@ FURTHER = (
     "tests/unit/test_replicas.py::test_where_there_are_no_copies_nothing_runs[members alone]",
     "tests/unit/test_run_file.py::test_the_best_state_predicts[px.Members(2)]",
     "tests/unit/test_search.py::test_plans_are_ranked_by_what_an_estimate_says[{'pipeline': 2}]",
-    "tests/unit/test_search.py::"
-    "test_tokens_are_split_over_the_fewest_devices_with_which_they_fit",
+    "tests/unit/test_search.py::test_tokens_are_split_over_the_fewest_devices_with_which_they_fit",
     "tests/unit/test_servers.py::test_a_prepared_worker_compiles_no_more[pipeline]",
     "tests/unit/test_servers.py::test_a_prepared_worker_compiles_no_more[zero]",
     "tests/unit/test_sources.py::test_a_column_in_a_file_is_read_by_row_and_once_a_batch",

@@ -203,20 +203,22 @@ def test_large_members_are_split_as_one_network_is():
     assert found.ranked[0].seconds == pytest.approx(alone.ranked[0].seconds, rel=0.3)
 
 
+@pytest.mark.usefixtures("x64")
 def test_a_plan_with_strategies_trains_members_as_one_device_does():
     pinned = {"member": 2, "tensor": 2}
     members = px.Members(3)
     machine = px.Machine("cores", {"float64": 1e9}, 8e9, 1e10, [Level("node", 4, 5e9)])
-    arguments = (models.mlp_task(), models.optimizer())
-    plan = px.search(*arguments, BATCH, machine, members=members, pinned=pinned).best
+    arguments = (models.mlp_task(dtype=jnp.float64), models.optimizer())
+    batch = models.data(16, dtype=np.float64)
+    plan = px.search(*arguments, batch, machine, members=members, pinned=pinned).best
     assert (plan.member, plan.tensor, plan.devices) == (2, 2, 4)
     assert plan.strategies
     losses = []
     for some in (plan, px.Plan()):
-        program = px.compile(*arguments, some, BATCH, members=members)
+        program = px.compile(*arguments, some, batch, members=members)
         state = program.init()
         for _ in range(3):
-            state, metrics = program.step(state, BATCH)
+            state, metrics = program.step(state, batch)
         losses.append(np.asarray(metrics["loss"]))
     np.testing.assert_allclose(*losses, rtol=1e-10)
 

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 
 import jax
+import numpy as np
 import optax
 import pytest
 from hypothesis import given
@@ -129,12 +130,13 @@ def test_few_microbatches_spend_their_time_on_fast_devices(microbatches, layers)
     assert fastest_stages(one).layers == layers
 
 
+@pytest.mark.usefixtures("x64")
 def test_few_microbatches_are_interleaved_deeper():
     """4 microbatches on 4 devices: of 12 layers a stage each is faster than two, as computed, as
     estimated and when it runs; what a plan says of its stages is what is computed."""
-    task, batch = networks.transformer_stack(depth=12), networks.text(4)
+    task, batch = networks.transformer_stack(np.float64, depth=12), networks.text(4)
     optimizer, pins = optax.adam(1e-2), {"data": 1, "tensor": 1, "pipeline": 4, "remat": "full"}
-    machine = px.Machine("slow", {"float32": 1e9}, 1e9, 1e12, [px.analysis.Level("node", 4, 1e12)])
+    machine = px.Machine("slow", {"float64": 1e9}, 1e9, 1e12, [px.analysis.Level("node", 4, 1e12)])
     found = px.search(task, optimizer, batch, machine, pinned=pins, count=1)
     best = found.best
     assert (best.schedule, best.stages, best.microbatches) == ("interleaved", 12, 4)
@@ -146,7 +148,7 @@ def test_few_microbatches_are_interleaved_deeper():
     one = px.compile(task, optimizer, px.Plan(), batch)
     expected, _ = one.step(one.init(seed=0), batch)
     got = jax.device_get(program.to_canonical(state).params)
-    assert networks.max_rel_error(got, jax.device_get(expected.params)) < 1e-5
+    assert networks.max_rel_error(got, jax.device_get(expected.params)) < 1e-10
 
 
 def test_several_stages_on_a_device():

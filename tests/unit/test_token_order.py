@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
+import plurax as px
 from plurax.jaxpr.interpret import all_equations
 from plurax.jaxpr.over_tokens import over_tokens
 from plurax.jaxpr.token_order import RANGES, Order, OrderMark, marked
@@ -189,6 +190,11 @@ def chunks(attend, w, x, tokens):
     return h * jnp.asarray([1.0, 2.0])[None, :, None, None], h.sum(2)
 
 
+def barred(attend, w, x, tokens):
+    h, x = lax.optimization_barrier((attend(x), x))
+    return (px.sharding.name(h, "hidden") * x).sum(1)
+
+
 def branches(attend, w, x, tokens):
     return lax.cond(tokens[0, 0] > 3, lambda h: jnp.cumsum(h, 1), lambda h: h, attend(x))
 
@@ -209,7 +215,7 @@ def mixed(attend, w, x, tokens):
 
 IN_ORDER = [entrywise, heads, embedding, targets_ahead, rotated, constant_table, dropout,
             drawn_by_row, layers, own_derivative, sums_of_features, first_features,
-            flattened]  # fmt: skip
+            flattened, barred]  # fmt: skip
 """Functions in which nothing asks for the places of what is in order."""
 
 BY_PLACES = [drawn_by_token, rematerialized, own_derivative_with_places,

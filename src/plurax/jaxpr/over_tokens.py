@@ -31,7 +31,14 @@ from jax.extend.core import Literal
 from jaxtyping import Array, PyTree
 
 from plurax.jaxpr.annotate import OverContext, over_context
-from plurax.jaxpr.compat import REDUCTIONS, Scan, called_jaxpr, inner_jaxprs, is_plain_call
+from plurax.jaxpr.compat import (
+    ANNOTATIONS,
+    REDUCTIONS,
+    Scan,
+    called_jaxpr,
+    inner_jaxprs,
+    is_plain_call,
+)
 from plurax.jaxpr.equal_dims import Place, equal_dims, shape_of
 from plurax.jaxpr.interpret import bind, constant, equation_context, flat_equations
 from plurax.jaxpr.random_blocks import bits_of_block, draws_apart
@@ -56,7 +63,13 @@ def same_index(eqn: Any, parts: int) -> Iterator[tuple[Place, Place]]:
     """
     name, params, out = eqn.primitive.name, eqn.params, len(eqn.invars)
     shapes = [shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
-    if name == "gather":
+    if name in ANNOTATIONS or name == "optimization_barrier":
+        yield from (
+            ((place, d), (out + place, d))
+            for place in range(out)
+            for d in range(len(shapes[place]))
+        )
+    elif name == "gather":
         yield from _of_gather(eqn, shapes)
     elif name in ("slice", "dynamic_slice", "pad", "split", "top_k") or name in _ALONG:
         along = {int(d) for d in np.atleast_1d(params.get(_ALONG.get(name, ""), ()))}
