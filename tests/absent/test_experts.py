@@ -2,10 +2,10 @@
 
 import optax
 import pytest
-from tests.hlo.test_planned_bytes import counted
-from tests.parity import test_experts as mixtures
 
 import plurax as px
+from tests.hlo.test_planned_bytes import counted
+from tests.parity import test_experts as mixtures
 
 pytestmark = pytest.mark.usefixtures("x64")
 
