@@ -206,6 +206,15 @@ def one_after_another(p, q, k, v):
     return plain(p, plain(p, q, k, v), k, v)
 
 
+def layers_with_one_mask(p, q, k, v):
+    """Layers that are no loop: each traces the mask again, or reads the same one."""
+    mask = distance() <= 2
+    h = attended(jnp.where(mask, scores(q, k), -1e30), v)
+    return causal_tril(
+        p, attended(jnp.where(mask, scores(causal_tril(p, h, k, v), k), -1e30), v), k, v
+    )
+
+
 def mixed_heads(p, q, k, v):
     s = jnp.einsum("mn,bnts->bmts", p["mix"], scores(q, k))
     return attended(s, v)
@@ -217,7 +226,7 @@ VARIANTS = [
     groups_of_heads, without_maximum, by_hand, by_a_reciprocal, small_divisor,
     one_more_in_the_divisor, log_sum_exp, log_softmax, a_result_beside, sigmoid, linear,
     keys_first, of_each_example, of_products_with_positions, in_a_loop_over_layers, recomputed,
-    one_after_another, mixed_heads,
+    one_after_another, layers_with_one_mask, mixed_heads,
 ]  # fmt: skip
 
 

@@ -57,6 +57,8 @@ class Region:
     - `results`: the statistics that the rest reads.
     - `labels`: of each variable that it computes, and of each statistic, a number for each dim:
       equal numbers are one index.
+    - `copied`: the `id`s of those `eqns` that compute on blocks what others may read as well, such
+      as a mask of several layers.
     - `size`: of the dim.
     - `queries`, `shared`: the labels of the first product's dims that come from the other operand,
       and from both.
@@ -73,6 +75,7 @@ class Region:
     behind: list[tuple[Any, Form | None]]
     results: list[Any]
     labels: dict[Any, tuple[int, ...]]
+    copied: frozenset[int]
     size: int
     queries: tuple[int, ...]
     shared: tuple[int, ...]
@@ -80,7 +83,7 @@ class Region:
     def ids(self) -> set[int]:
         """Return the `id`s of the equations that the region replaces."""
         reductions = [eqn for eqn, _ in self.reductions]
-        return {id(eqn) for eqn in (*self.eqns, *reductions, *self.absorbed)}
+        return {id(eqn) for eqn in (*self.eqns, *reductions, *self.absorbed)} - self.copied
 
     def beside(self) -> list[Any]:
         """Return the variables that statistics read and the region does not compute."""
@@ -169,6 +172,7 @@ class _DimWalk:
         self._same: dict[int, int] = {}
         self._beside: dict[Any, list[int]] = {}  # of what is computed inside, such as a mask
         self._inside: list[Any] = []
+        self._copied: set[int] = set()
         self._dims: dict[Any, int] = {}
         self._read: dict[tuple[int, int], tuple[Any, int | None]] = {}
         self._reductions: list[tuple[Any, Form]] = []
@@ -357,6 +361,7 @@ class _DimWalk:
             inside = [None if (to := own[d]) is None else labels[to] for d in own]
             self._enter(eqn, place, atom, inner, inside)
         self._inside.append(eqn)
+        self._copied.add(id(eqn))
         self._dims[var] = dim
         known = labels or [None] * len(shape_of(var))
         self._beside[var] = [next(self._numbers) if n is None else n for n in known]
@@ -395,7 +400,8 @@ class _DimWalk:
         labels |= {v: tuple(map(self._find, one)) for v, one in self._beside.items()}
         return Region(
             inside, self._dims, inputs, self._read, self._known.stand_ins, self._known.shifted,
-            self._reductions, absorbed, behind, results, labels, self._size, queries, batch,
+            self._reductions, absorbed, behind, results, labels, frozenset(self._copied),
+            self._size, queries, batch,
         )  # fmt: skip
 
     def _check_factors(self, labels: Mapping[Any, tuple[int, ...]]) -> None:
