@@ -70,6 +70,10 @@ FURTHER = (
     "tests/hlo/test_stages_hlo.py::test_stages_exchange_only_permutes_of_boundaries[zb-h1]",
     "tests/hlo/test_tokens.py::test_the_update_is_that_of_one_device[exchanged, with zero 1]",
     "tests/hlo/test_tokens.py::test_the_update_is_that_of_one_device[with microbatches",
+    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[blocks-e",
+    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[blocks-p",
+    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[blocks-w",
+    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[ring-",
     "tests/parity/test_context.py::test_any_attention_equals_one_device",
     "tests/parity/test_context.py::test_any_number_of_devices",
     "tests/parity/test_context.py::test_each_form_goes_around",
@@ -442,6 +446,10 @@ FURTHER = (
 CI = PAGES + PROCESSES + FURTHER
 
 SLOW = (
+    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[gather-",
+    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[heads-",
+    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[ring-prefix]",
+    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[ring-slopes]",
     "tests/parity/test_context.py::test_any_attention_equals_one_device[gather-",
     "tests/parity/test_context.py::test_any_attention_equals_one_device[heads-",
     "tests/parity/test_context.py::test_any_number_of_devices[4-",
