@@ -547,6 +547,10 @@ def test_every_test_belongs_to_one_part():
     assert owned == collections.Counter(every)
 
 
+def test_what_is_slow_does_not_wait_for_ci_as_well():
+    assert not [line for line in CI if line.startswith(SLOW)]
+
+
 @pytest.mark.parametrize("line", [*GANGS, *CI, *SLOW])
 def test_what_waits_for_ci_is_there(line):
     """A renamed file or function takes its line in `tests/tiers.py` along."""

@@ -88,11 +88,8 @@ class Context:
             if tokens in labels:
                 dim = labels.index(tokens)
                 array = over_context(array, dim)
-                array = (
-                    marked(array, OrderMark((dim,), computed=True))
-                    if queries.order.devices > 1
-                    else array
-                )
+                if queries.order.devices > 1:
+                    array = marked(array, OrderMark((dim,), computed=True))
             split.append(array)
         return split
 

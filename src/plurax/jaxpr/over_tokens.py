@@ -326,7 +326,7 @@ class _Evaluation:
             self._whole[var] = array
         for dim in sorted(ordered):
             array = self._order.put(array, dim)
-        for dim in sorted(split)[:1]:
+        for dim in sorted(split)[:1]:  # of queries by keys the first: an axis splits one dim
             array = over_context(array, dim)
         return array
 

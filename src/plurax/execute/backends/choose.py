@@ -40,10 +40,10 @@ def make_backend(
             f"microbatches={plan.most_microbatches}."
         )
     # Between stages tokens would be brought back to the order of their places.
-    context = Context(plan.context, plan.context_strategy, ordered=plan.pipeline == 1)
+    ordered = plan.pipeline == 1
+    context = Context(plan.context, plan.context_strategy, ordered) if plan.context > 1 else None
     # Of tokens that may be split over `tensor` a range would be gathered from others.
-    split = context if plan.context > 1 else None
-    task = streamed_task(task, plan.stream, split, skip=plan.tensor == 1)
+    task = streamed_task(task, plan.stream, context, skip=plan.tensor == 1)
     if not needs_partitioner(task, plan):
         # A plan that splits only the batch runs the task's functions unchanged: XLA may fuse them.
         return ReplicatedBackend(task, optimizer, plan, platform=platform_of(mesh))
