@@ -15,10 +15,12 @@ class Collective:
 
     **Fields:**
 
-    - `kind`: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `collective-permute`.
+    - `kind`: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `ragged-all-to-all`,
+      `collective-permute`.
     - `axes`: the mesh axes it runs over.
     - `bytes`: of its result on one device, padding included, each time it runs.
-    - `bytes_sent`: by each device, each time it runs.
+    - `bytes_sent`: by each device, each time it runs; at most, of a `ragged-all-to-all`, whose
+      result is room for rows.
     - `in_loop`: whether it is in the body of a loop.
     - `trips`: how often it runs in one call; None where the loop's length is not known statically:
       of a plan that of each `while_loop`, of a compiled program that of those in which the compiler
@@ -75,6 +77,7 @@ def ring_bytes_sent(kind: str, size: int, devices: int) -> float:
         "all-gather": (devices - 1) / devices,
         "reduce-scatter": float(devices - 1),
         "all-to-all": (devices - 1) / devices,
+        "ragged-all-to-all": (devices - 1) / devices,
         "collective-permute": 1.0,
     }
     return size * shares[kind]

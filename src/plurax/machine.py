@@ -199,7 +199,7 @@ class Machine:
                     seconds = bytes_sent / (self.efficiency * links)
                 else:
                     sent, links = bytes_sent, level.bandwidth
-                    if kind == "all-to-all":
+                    if kind.endswith("all-to-all"):
                         sent *= (group_size - inside) / (group_size - 1)
                     elif kind != "collective-permute":
                         sent /= inside

@@ -186,6 +186,12 @@ data=1 means 'not used'.
                 "is computed in blocks of keys: give the keys of a block too, as in "
                 f"Plan(context={self.context}, stream=512)."
             )
+        if self.splits_experts and self.pipeline > 1:
+            raise errors.PlanError(
+                f"Plan(data={self.data}, pipeline={self.pipeline}): a rule splits a parameter over "
+                "`data`, whose devices send rows to each other in every layer, and in a pipeline "
+                "some wait while others run. Split it over 'tensor', or use pipeline=1."
+            )
         if self.batch_dim == "minor" and self.partitioned:
             raise errors.plan_minor_divided()
 
@@ -207,6 +213,12 @@ data=1 means 'not used'.
                 f"Plan(microbatches={counts}, pipeline={self.pipeline}): the stages of all "
                 "replicas follow one schedule, of one number of microbatches. Give faster devices "
                 "more layers, Plan(layers=...), or leave out `pipeline`."
+            )
+        elif self.splits_experts:
+            raise errors.PlanError(
+                f"Plan(microbatches={counts}): a rule splits a parameter over `data`, whose "
+                "devices send rows to each other in every microbatch, and these have different "
+                "numbers of them. Give one number for all, or split the parameter over 'tensor'."
             )
         elif self.zero >= 2:
             raise errors.PlanError(
@@ -244,8 +256,14 @@ data=1 means 'not used'.
     @property
     def partitioned(self) -> bool:
         """Whether the step's jaxpr is partitioned equation by equation."""
-        zero = self.zero > 0 and self.data > 1
-        return self.tensor > 1 or self.context > 1 or self.pipeline > 1 or zero
+        replicas = self.data > 1 and (self.zero > 0 or self.splits_experts)
+        return self.tensor > 1 or self.context > 1 or self.pipeline > 1 or replicas
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether a rule splits a parameter over `data`, as the weights of experts are."""
+        entries = [e for _, rule in self.rules for e in rule if self.data > 1]
+        return any("data" in (e if isinstance(e, tuple) else (e,)) for e in entries)
 
     @property
     def forward_microbatches(self) -> int:

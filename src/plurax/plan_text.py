@@ -34,10 +34,17 @@ def explained(plan: Any, batch_size: int | None = None) -> str:
             f"  data={plan.data}: the batch is split over {plan.data} devices"
             + (
                 "."
-                if plan.zero == 3 or plan.tensor * plan.pipeline > 1
+                if plan.zero == 3 or plan.tensor * plan.pipeline > 1 or plan.splits_experts
                 else "; parameters are replicated."
             )
         )
+        if plan.splits_experts:
+            split = [name for name, rule in plan.rules if "data" in str(rule)]
+            lines.append(
+                f"  shardings: {', '.join(split)} are split over data; rows of `lax.ragged_dot` "
+                "are sent to the\n    device of their expert, and any other operation gathers "
+                "them."
+            )
     elif plan.context > 1:
         lines.append("  data=1: each device has tokens of all sequences of the batch.")
     else:

@@ -243,16 +243,21 @@ def _rule(pattern: str, entries: Sequence[Any]) -> Entries:
     entries = tuple(_ENTRIES.get(e, e) if isinstance(e, str) else e for e in entries)
     named = entries[1:] if entries and entries[0] is ... else entries
     names = [name for e in named for name in (e if isinstance(e, tuple) else (e,))]
-    wrong = [n for n in names if not (n is None or (isinstance(n, str) and n == "tensor"))]
-    if wrong or names.count("tensor") > 1:
+    wrong = [n for n in names if not (n is None or (isinstance(n, str) and n in RULE_AXES))]
+    twice = [axis for axis in RULE_AXES if names.count(axis) > 1]
+    if wrong or twice:
         raise errors.PlanError(
-            f"Plan(shardings={{{pattern!r}: {entries!r}}}): rules split one dim over 'tensor', and "
-            f"{f'none over {wrong[0]!r}' if wrong else 'not two'}. For a dim that is not split "
-            "write None, which is 'replicated' in a TOML file; ... may come first. To split "
-            "parameters over `data`, use zero=3."
+            f"Plan(shardings={{{pattern!r}: {entries!r}}}): a rule splits one dim over 'tensor', "
+            "and one, the experts of a mixture, over 'data'; "
+            f"{f'none over {wrong[0]!r}' if wrong else f'not two over {twice[0]!r}'}. For a dim "
+            "that is not split write None, which is 'replicated' in a TOML file; ... may come "
+            "first. To split all parameters over `data`, use zero=3."
         )
     return entries
 
+
+RULE_AXES = ("tensor", "data")
+"""The mesh axes that a rule may name."""
 
 _ENTRIES = {REPLICATED: None, "...": ...}
 """The TOML spelling of entries that TOML has no value for."""

@@ -105,6 +105,10 @@ def test_microbatches_of_replicas():
         ),
         ({"data": 2, "microbatches": (3, 1), "zero": 3}, "communicate in every microbatch"),
         ({"data": 2, "microbatches": (3, 1), "pipeline": 2}, "follow one schedule"),
+        (
+            {"data": 2, "microbatches": (3, 1), "shardings": {"w": ("data", None)}},
+            "a rule splits a parameter over `data`, whose devices send rows",
+        ),
     ],
 )
 def test_microbatches_that_no_replicas_have(fields, message):
@@ -167,6 +171,12 @@ def test_sizes_must_be_positive(field, value):
 def test_zero_must_be_a_whole_number(value):
     with pytest.raises(PlanError, match=r"Plan\(zero=.*: zero must be one of 0, 1, 2, 3\."):
         Plan(zero=value)
+
+
+def test_experts_over_data_are_in_no_pipeline():
+    with pytest.raises(PlanError, match="in a pipeline some wait while others run"):
+        Plan(data=2, pipeline=2, shardings={"w": ("data", None)})
+    Plan(pipeline=2, shardings={"w": ("data", None)})  # of one device nothing is split
 
 
 def test_integers_of_numpy_are_whole_numbers():
@@ -269,15 +279,15 @@ def test_toml_that_is_none(tmp_path):
         ("shardings = [1]", "Plan(shardings=[1]): give a dict of rules"),
         ('[shardings]\na = "tensor"', "a rule has one entry for each dim in a tuple"),
         ("[shardings]\na = 3", "a rule has one entry for each dim in a tuple"),
-        ("[shardings]\na = [3]", "rules split one dim over 'tensor', and none over 3"),
-        ('[shardings]\na = ["data"]', "rules split one dim over 'tensor', and none over 'data'"),
+        ("[shardings]\na = [3]", "over 'data'; none over 3"),
+        ('[shardings]\na = ["member"]', "over 'data'; none over 'member'"),
         (
             '[shardings]\na = ["whole"]',
             "For a dim that is not split write None, which is 'replicated'",
         ),
-        ('[shardings]\na = ["tensor", "tensor"]', "rules split one dim over 'tensor', and not two"),
-        ("[shardings]\na = [{b = 1}]", "rules split one dim over 'tensor', and none over {'b': 1}"),
-        ('[shardings]\na = ["tensor", "..."]', "and none over Ellipsis"),
+        ('[shardings]\na = ["tensor", "tensor"]', "over 'data'; not two over 'tensor'"),
+        ("[shardings]\na = [{b = 1}]", "over 'data'; none over {'b': 1}"),
+        ('[shardings]\na = ["tensor", "..."]', "none over Ellipsis"),
         ("strategies = 3", "the strategies of equations are a table with `traced`"),
         ('[strategies]\ntraced = "0a"', "the strategies of equations are a table with `traced`"),
         ('[strategies]\ntraced = "0a"\nequations = [3]', "the strategies of equations are a table"),

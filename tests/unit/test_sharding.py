@@ -913,7 +913,7 @@ def test_what_zero_splits(shape, sharding, plan, stacked, expected):
         (lambda: px.Plan(shardings={"w": "tensor"}), "a rule has one entry for each dim"),
         (
             lambda: px.Plan(shardings={"w": ("model",)}),
-            "rules split one dim over 'tensor', and none over 'model'",
+            "over 'data'; none over 'model'",
         ),
         (lambda: px.Plan(zero=4), "zero must be one of 0, 1, 2, 3"),
         (lambda: px.Plan(remat="some"), "remat must be one of 'none', 'dots'"),

@@ -1,4 +1,4 @@
-"""A task whose attention is computed in blocks of keys, in all of its functions."""
+"""A task with all of its functions transformed: attention in blocks, rows at their experts."""
 
 import dataclasses
 import functools
@@ -31,14 +31,24 @@ def streamed_task(
     """
     if block is None:
         return task
-    in_blocks = functools.partial(_streamed, block=block, context=context, skip=skip)
+    return transformed_task(
+        task, functools.partial(streamed, block=block, context=context, skip=skip)
+    )
+
+
+def transformed_task(task: Task, transform: Callable[..., Any]) -> Task:
+    """Return the task with `transform` applied to its functions of parameters and a batch."""
+
+    def transformed(fun: Callable[..., Any] | None) -> Any:
+        return None if fun is None else transform(fun)
+
     return dataclasses.replace(
         task,
-        loss=in_blocks(task.loss),
-        predict=in_blocks(task.predict),
-        evaluate=in_blocks(task.evaluate),
-        metrics=in_blocks(task.metrics),
-        stack=None if task.stack is None else _stack(task.stack, in_blocks),
+        loss=transformed(task.loss),
+        predict=transformed(task.predict),
+        evaluate=transformed(task.evaluate),
+        metrics=transformed(task.metrics),
+        stack=None if task.stack is None else _stack(task.stack, transformed),
     )
 
 
@@ -58,23 +68,17 @@ def has_attention(task: Task, batch: PyTree, block: int) -> bool:
     )
 
 
-def _streamed(
-    fun: Callable[..., Any] | None, block: int, context: Context | None, skip: bool
-) -> Any:
-    return None if fun is None else streamed(fun, block, context, skip=skip)
-
-
-def _stack(stack: Stack, in_blocks: Callable[..., Any]) -> Stack:
-    """Return the parts of a task that a pipeline splits, streamed."""
+def _stack(stack: Stack, transformed: Callable[..., Any]) -> Stack:
+    """Return the parts of a task that a pipeline splits, transformed."""
 
     def layer(part: Layer) -> Layer:
-        return part._replace(apply=in_blocks(part.apply))
+        return part._replace(apply=transformed(part.apply))
 
     return dataclasses.replace(
         stack,
         embed=layer(stack.embed),
         block=layer(stack.block),
         head=layer(stack.head),
-        predict=in_blocks(stack.predict),
-        metrics=in_blocks(stack.metrics),
+        predict=transformed(stack.predict),
+        metrics=transformed(stack.metrics),
     )

@@ -46,7 +46,10 @@ from jax.sharding import Mesh
 from plurax.collective import Collective, ring_bytes_sent
 from plurax.hlo.text import Instruction, Module, parse, parts_of, type_bytes
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+KINDS = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute",
+)  # fmt: skip
 TICKS = "schedule_ticks"
 """The scope of a loop whose iterations run different actions, each in a scope `times_scope(n)`."""
 

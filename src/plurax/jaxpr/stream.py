@@ -21,20 +21,19 @@ from jax.extend.core import Literal
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.jaxpr.compat import PLAIN_CALLS, Scan, called_jaxpr, inner_jaxprs, is_plain_call
+from plurax.jaxpr.bodies import apply_bodies, regions_in_order
+from plurax.jaxpr.compat import is_plain_call
 from plurax.jaxpr.context import Context
 from plurax.jaxpr.equal_dims import shape_of
 from plurax.jaxpr.follow_dim import Region, candidates, follow
 from plurax.jaxpr.forms import NotFollowedError
 from plurax.jaxpr.interpret import (
     all_equations,
-    bind,
     constant,
     dependent,
     equation_context,
     flat_equations,
     interpret,
-    needed,
     source_line,
     variables,
 )
@@ -123,10 +122,14 @@ def _evaluate(
     flat = flat_equations(jaxpr.eqns, jaxpr.outvars, inline=is_plain_call)
     reached = dependent(flat.eqns, of_rows)
     regions = _regions(flat.eqns, flat.results, reached, options)
+    again = functools.partial(_evaluate, options=options)
     if not regions:  # as it is, but for what loops and calls hold
         reached = dependent(jaxpr.eqns, of_rows)
-        apply = functools.partial(_apply, of_rows=reached, options=options)
-        return interpret(jaxpr, consts, args, default=apply)
+
+        def inside(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+            return apply_bodies(eqn, inputs, reached, again, _has_products)
+
+        return interpret(jaxpr, consts, args, default=inside)
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     values.update(flat.constants)
     constants = {var: values[var] for var in (*jaxpr.constvars, *flat.constants)}
@@ -134,7 +137,7 @@ def _evaluate(
     def read(atom: Any) -> Any:
         return constant(atom) if isinstance(atom, Literal) else values[atom]
 
-    for step in _in_order(flat.eqns, flat.results, regions):
+    for step in regions_in_order(flat.eqns, flat.results, regions):
         if isinstance(step, Region):
             find = functools.partial(
                 seen_queries, eqns=flat.eqns, inputs=jaxpr.invars, constants=constants
@@ -146,7 +149,7 @@ def _evaluate(
             continue
         inputs = [read(atom) for atom in step.invars]
         with equation_context(step):
-            outputs = _apply(step, inputs, reached, options)
+            outputs = apply_bodies(step, inputs, reached, again, _has_products)
         values.update(zip(step.outvars, outputs, strict=True))
     return [read(atom) for atom in flat.results]
 
@@ -170,35 +173,6 @@ def _key_blocks(region: Region, options: StreamOptions, find: Callable[..., Quer
         if seen.order == order:
             return KeyBlocks(region, smaller, context, seen)
     return KeyBlocks(region, block, context)
-
-
-def _apply(eqn: Any, inputs: list[Any], of_rows: set[Any], options: StreamOptions) -> Sequence[Any]:
-    """Apply an equation; the bodies of loops over layers, and of `jax.checkpoint`, in blocks."""
-    name = eqn.primitive.name
-    opened = name in ("scan", "remat2") or name in PLAIN_CALLS
-    inner = inner_jaxprs(eqn) if opened else []
-    if not any(_has_products(jaxpr) for jaxpr in inner):
-        return bind(eqn, inputs)
-    flags = [not isinstance(atom, Literal) and atom in of_rows for atom in eqn.invars]
-    if name == "scan":
-        scan = Scan.of(eqn)
-        consts, carry, xs = scan.split(scan.body.invars)
-        own = scan.split(flags)
-        rows = {v for v, flag in zip((*consts, *xs), (*own[0], *own[2]), strict=True) if flag}
-        if any(flags):
-            rows.update(carry)
-
-        def body(*args: Any) -> list[Any]:
-            return _evaluate(scan.body, scan.body_consts, args, rows, options)
-
-        return scan.apply(body, inputs)
-    jaxpr, values = called_jaxpr(eqn)
-    rows = {var for var, flag in zip(jaxpr.invars, flags, strict=True) if flag}
-    again = functools.partial(_evaluate, jaxpr, values, of_rows=rows, options=options)
-    if name in PLAIN_CALLS:
-        return again(inputs)
-    kept = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-    return jax.checkpoint(lambda *args: again(args), **kept)(*inputs)
 
 
 def _has_products(jaxpr: Any) -> bool:
@@ -254,34 +228,3 @@ def _warn(eqn: Any, refused: NotFollowedError) -> None:
         f"{refused.reason}.",
         errors.StreamWarning,
     )
-
-
-def _in_order(eqns: Sequence[Any], results: Sequence[Any], regions: Sequence[Region]) -> list[Any]:
-    """Return equations and regions, each after what it reads, else in their order.
-
-    What only a region needs is left out.
-    """
-    inside = {number for region in regions for number in region.ids()}
-    known = {var for region in regions for var in region.results}
-    read = [*results, *(var for region in regions for var in region.reads())]
-    rest = [eqn for eqn in eqns if id(eqn) not in inside]
-    used = {id(eqn) for eqn in needed(rest, read, known, {id(e) for e in rest if e.effects})}
-    steps: list[Any] = [eqn for eqn in eqns if id(eqn) in used or id(eqn) in inside]
-    for region in regions:
-        mine = region.ids()
-        places = [index for index, step in enumerate(steps) if id(step) in mine]
-        start, end = places[0], places[-1] + 1
-        others = [step for step in steps[start:end] if id(step) not in mine]
-        reached, before, behind = set(region.results), [], []
-        for step in others:
-            if isinstance(step, Region):
-                reads, writes = step.reads(), step.results
-            else:
-                reads, writes = variables(step.invars), step.outvars
-            if reached.isdisjoint(reads):
-                before.append(step)
-            else:
-                behind.append(step)
-                reached.update(writes)
-        steps[start:end] = [*before, region, *behind]
-    return steps

@@ -37,6 +37,7 @@ from jaxtyping import Array
 
 from plurax.jaxpr.barrier import order_after
 from plurax.jaxpr.compat import ANNOTATIONS, ELEMENTWISE, REMAT
+from plurax.jaxpr.expert_rows import AT_EXPERTS
 from plurax.partition.resharder import Resharder
 from plurax.partition.values import ShardedValue, ValueVersions, split_by_zero
 from plurax.sharding.axes import Axes
@@ -46,8 +47,8 @@ from plurax.sharding.spec import REPLICAS, TensorSharding
 
 _LOCAL = ELEMENTWISE | {"annotate", "broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"}
 """Operations that can run on the shards of a parameter and leave it split."""
-_OF_THEIR_OWN = frozenset(["scan", "while", "cond", *ANNOTATIONS, *REMAT])
-"""Equations whose bodies are evaluated by the partitioner, or that take any sharding."""
+_OF_THEIR_OWN = frozenset(["scan", "while", "cond", AT_EXPERTS, *ANNOTATIONS, *REMAT])
+"""Equations whose bodies are evaluated by the partitioner, or that do not gather parameters."""
 TILE = 1024
 """Numbers in a tile of a TPU's flat buffers. Its compiler gathers whole tiles; shards that end
 within one it adds up, each padded with zeros to the size of all, which sends twice the bytes."""

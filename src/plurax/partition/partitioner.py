@@ -46,6 +46,7 @@ from plurax import errors
 from plurax.jaxpr.annotate import OverContext
 from plurax.jaxpr.barrier import order_after_cotangent, pick_dependency
 from plurax.jaxpr.compat import ANNOTATIONS, REMAT, called_jaxpr, is_recomputed, open_jaxpr
+from plurax.jaxpr.expert_rows import AT_EXPERTS
 from plurax.jaxpr.interpret import flat_equations, holds, needed, source_line
 from plurax.jaxpr.loop_constants import broadcasts_inside
 from plurax.mesh import within
@@ -249,7 +250,8 @@ class Partitioner(Resharder):
         context = dataclasses.replace(
             self.context, as_given=as_given, readers=readers, shrinking=less
         )
-        inputs = self.together(eqn, inputs, ready)
+        if name != AT_EXPERTS:  # whose weights stay where they are, and rows are sent
+            inputs = self.together(eqn, inputs, ready)
         decision = by_own_rows(context, eqn, inputs) or RULES.get(name, by_default)(
             context, eqn, inputs
         )

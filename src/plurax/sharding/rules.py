@@ -110,11 +110,11 @@ def zero_sharding(
     The largest dim that their devices divide is split. If there is none, and below ZeRO-3, a dim
     split over `tensor` is split once more. Where neither goes over both axes, one does, the larger
     first; else the dim that needs the least padding is split over it.
-    Scalars and empty tensors stay as they are. With `stacked` layers, the leading dim is never
-    split.
+    Scalars and empty tensors stay as they are, and so does what a rule splits over `data`. With
+    `stacked` layers, the leading dim is never split.
     """
     axes = {axis: plan.axes[axis] for axis in REPLICAS if plan.axes[axis] > 1}
-    if not axes or 0 in shape:
+    if not axes or 0 in shape or "data" in sharding.axes:
         return sharding
     free = [
         dim

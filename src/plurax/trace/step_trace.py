@@ -44,6 +44,7 @@ COLLECTIVES = {
     "all_gather_invariant": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
     "ppermute": "collective-permute",
 }
 """The primitives that communicate, and the kind of each as `Collective.kind`."""

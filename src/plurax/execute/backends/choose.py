@@ -1,5 +1,6 @@
 """Choose the backend that a task and a plan need."""
 
+import functools
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.pipelined import PipelinedBackend
 from plurax.execute.backends.replicated import ReplicatedBackend
 from plurax.execute.backends.sharded import ShardedBackend
-from plurax.execute.streamed_task import streamed_task
+from plurax.execute.streamed_task import streamed_task, transformed_task
 from plurax.jaxpr.context import Context
+from plurax.jaxpr.expert_rows import at_experts
 from plurax.mesh import platform_of
 from plurax.plan import Plan
 from plurax.task import Task
@@ -44,6 +46,8 @@ def make_backend(
     context = Context(plan.context, plan.context_strategy, ordered) if plan.context > 1 else None
     # Of tokens that may be split over `tensor` a range would be gathered from others.
     task = streamed_task(task, plan.stream, context, skip=plan.tensor == 1)
+    if plan.splits_experts and not task.coupled:
+        task = transformed_task(task, functools.partial(at_experts, devices=plan.data))
     if not needs_partitioner(task, plan):
         # A plan that splits only the batch runs the task's functions unchanged: XLA may fuse them.
         return ReplicatedBackend(task, optimizer, plan, platform=platform_of(mesh))

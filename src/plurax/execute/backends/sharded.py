@@ -25,6 +25,7 @@ Source: ZeRO (Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054).
 """
 
 import copy
+import fnmatch
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,6 +74,7 @@ from plurax.sharding.axes import Axes
 from plurax.sharding.rules import Rules, is_sharding
 from plurax.sharding.spec import REPLICAS, TensorSharding
 from plurax.state import TrainState
+from plurax.strategies import RULE_AXES
 from plurax.task import Task
 from plurax.user_frames import warn
 
@@ -114,7 +116,7 @@ class ShardedBackend(Backend):
         sizes = {axis: mesh.shape[axis] for axis in _AXES if mesh.shape[axis] > 1}
         self._mesh: Mesh | None = mesh
         self._data = mesh.shape["data"]
-        rules = Rules(plan.rules, {a: n for a, n in sizes.items() if a == "tensor"})
+        rules = Rules(plan.rules, {a: n for a, n in sizes.items() if a in RULE_AXES})
         fresh = functools.partial(new_state, task, optimizer)
         like: TrainState = jax.eval_shape(lambda: fresh(jax.random.key(0)))
         jaxpr = self._loss_jaxpr(like, rows)
@@ -127,6 +129,7 @@ class ShardedBackend(Backend):
         names = activation_names(tags)
         paths = list(tree.named_leaves(like.params))
         self._rules.check_used(paths, names)
+        _check_activations(plan, names)
         if sizes.get("tensor", 1) > 1 and not _uses_tensor(plan, tags, jaxpr):
             example = paths[0] if paths else "*"
             raise errors.PlanError(
@@ -436,6 +439,19 @@ _varying = functools.partial(_whole, data_varying=True)
 
 def _arrays(values: PyTree) -> PyTree:
     return jax.tree.map(lambda value: value.array, values, is_leaf=is_sharded_value)
+
+
+def _check_activations(plan: Plan, names: Sequence[str]) -> None:
+    """Raise `PlanError` for a rule that splits a named activation over `data`."""
+    by_data = [pattern for pattern, entries in plan.rules if "data" in _names(entries)]
+    for pattern in by_data if plan.splits_experts else ():
+        if named := fnmatch.filter(names, pattern):
+            raise errors.PlanError(
+                f"Plan(shardings={{{pattern!r}: ...}}): the activation {named[0]!r} is named, and "
+                "activations are split over `data` by the batch. A rule over 'data' is one for "
+                "parameters, the experts of a mixture: give its pattern their paths, or split the "
+                "activation over 'tensor'."
+            )
 
 
 def _uses_tensor(plan: Plan, tags: set[Tag], jaxpr: Any) -> bool:

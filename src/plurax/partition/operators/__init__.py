@@ -7,6 +7,7 @@ rule gets replicated inputs, which is always right.
 """
 
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
+from plurax.jaxpr.expert_rows import AT_EXPERTS
 from plurax.jaxpr.fused_attention import FUSED_ATTENTION
 from plurax.partition.operators import (
     attention,
@@ -15,6 +16,7 @@ from plurax.partition.operators import (
     irregular_products,
     products,
     random,
+    sent_rows,
     shape_ops,
 )
 from plurax.partition.operators.common import Rule
@@ -74,6 +76,7 @@ RULES: dict[str, Rule] = {
     "dot_general": products.dot_general,
     "conv_general_dilated": products.convolution,
     "ragged_dot_general": irregular_products.ragged_dot,
+    AT_EXPERTS: sent_rows.at_experts,
     "bcoo_dot_general": irregular_products.sparse_dot,
     "bcoo_dot_general_sampled": irregular_products.sampled_dot,
     "broadcast_in_dim": shape_ops.broadcast_in_dim,

@@ -27,19 +27,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
-from plurax.jaxpr.equal_dims import equal_dims
+from plurax.jaxpr.compat import ELEMENTWISE
 from plurax.jaxpr.interpret import bind
+from plurax.jaxpr.row_by_row import ROW_BY_ROW, row_of_result
 from plurax.partition.operators.common import fitting, result
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import Decision, Operand, OwnRows, ValueVersions
 from plurax.sharding.axes import Axes
 from plurax.sharding.spec import TensorSharding
-
-_ROW_BY_ROW = REDUCTIONS | {
-    "broadcast_in_dim", "concatenate", "pad", "reshape", "slice", "split", "squeeze", "transpose",
-}  # fmt: skip
-"""Operations that are computed on one device as they stand, where they leave the rows apart."""
 
 
 def owner(versions: ValueVersions) -> OwnRows | None:
@@ -54,9 +49,9 @@ def by_own_rows(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
     """
     name = eqn.primitive.name
     place, own = next(((i, o) for i, o in enumerate(map(owner, inputs)) if o), (0, None))
-    if own is None or not (name in ELEMENTWISE or name in _ROW_BY_ROW):
+    if own is None or not (name in ELEMENTWISE or name in ROW_BY_ROW):
         return None
-    to, dims = _row_of_result(eqn, place, own.dim), inputs[place].value.sharding.dims
+    to, dims = row_of_result(eqn, place, own.dim), inputs[place].value.sharding.dims
     # The parameters of other operations are those of whole dims.
     if to is None or (name not in ELEMENTWISE and any(dims)):
         return None
@@ -89,25 +84,6 @@ def by_own_rows(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
 
 def _whole(versions: ValueVersions) -> TensorSharding:
     return TensorSharding.replicated(len(versions.shape))
-
-
-def _row_of_result(eqn: Any, place: int, dim: int) -> int | None:
-    """Return the dim of the result that is the rows of an operand, if they are left apart."""
-    name, params, shape = eqn.primitive.name, eqn.params, eqn.invars[place].aval.shape
-    if name in ELEMENTWISE:
-        same = eqn.outvars[0].aval.shape == shape
-        return dim if same else None
-    if name == "concatenate":
-        return None if params["dimension"] == dim else dim
-    if name == "split":
-        return None if params["axis"] == dim else dim
-    if name == "pad":
-        return dim if params["padding_config"][dim] == (0, 0, 0) and place == 0 else None
-    if name == "slice":
-        return dim if eqn.outvars[0].aval.shape[dim] == shape[dim] else None
-    out = len(eqn.invars)
-    pairs = [to for of, to in equal_dims(eqn) if of == (place, dim) and to[0] == out]
-    return pairs[0][1] if pairs else None
 
 
 def own_groups(

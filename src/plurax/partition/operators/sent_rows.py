@@ -1,0 +1,254 @@
+"""Send rows to the devices of their experts, compute there, and send the results back.
+
+Each device of `data` has rows of its own, sorted by expert, and the weights of its own experts. How
+many rows go where depends on the batch, and shapes may not. So rows are sent in turns: in each,
+every device has room for `SLOTS` times its own number of rows, equally many from each device. Turns
+go on until all rows have been sent, one for a router that balances: nothing is ever dropped, and
+with all rows on one device it takes n / SLOTS turns.
+
+    data=2; 4 experts, two on a device; 4 rows on each, room for 4 from each device (SLOTS = 2)
+
+    device 0: rows a to d, sizes [1, 0, 2, 1]      device 1: rows p to s, sizes [2, 1, 1, 0]
+
+    turn 1             device 0, experts 0 and 1     device 1, experts 2 and 3
+    received           a . . .   p q r .             b c d .   s . . .
+    by expert          a p q, r                      b c s, d
+    computed           with sizes [3, 1]             with sizes [3, 1]
+    returned           a to 0; p q r to 1            b c d to 0; s to 1
+
+On TPUs and GPUs only rows are sent (`lax.ragged_all_to_all`), elsewhere all slots.
+
+Gradients of weights are added up over turns where the weights are, and never sent. The all-to-all
+of tokens is that of GShard (Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668), the ragged one
+is described at https://openxla.org/xla/operation_semantics#raggedalltoall.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from plurax.jaxpr.expert_rows import RowFunction, slots_of, split
+from plurax.partition.manual import eval_manual_body
+from plurax.partition.rule_context import RuleContext
+from plurax.partition.values import Decision, Operand, ValueVersions
+from plurax.sharding.axes import Axes
+from plurax.sharding.spec import TensorSharding
+from plurax.tree import sum_dtype
+
+AXIS = "data"
+"""The mesh axis of devices that have other rows and other experts."""
+
+
+def at_experts(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
+    """Compute rows with weights split over `data` by group; what they are split over else is whole.
+
+    Rows and results are those of a device; so are sums over rows, of the rows it computed.
+    """
+    function: RowFunction = eqn.params["function"]
+    *values, sizes = inputs
+    rows, weights, whole = split(values, function.operands)
+
+    def by_group(versions: ValueVersions | Any, dim: int) -> TensorSharding:
+        return TensorSharding.replicated(len(versions.shape)).with_dim(dim, (AXIS,))
+
+    def replicated(versions: ValueVersions | Any) -> TensorSharding:
+        return TensorSharding.replicated(len(versions.shape))
+
+    operands = [Operand(one, (replicated(one),)) for one in rows]
+    operands += [
+        Operand(one, (by_group(one, dim),))
+        for one, dim in zip(weights, function.groups, strict=True)
+    ]
+    operands += [Operand(one, (replicated(one),)) for one in (*whole, sizes)]
+    results = split([var.aval for var in eqn.outvars], function.results)
+    of_rows = [context.spec(a.shape, a.dtype, replicated(a), True) for a in results[0]]
+    of_groups = [
+        context.spec(a.shape, a.dtype, by_group(a, dim))
+        for a, dim in zip(results[1], function.result_groups, strict=True)
+    ]
+    sums = [context.spec(a.shape, a.dtype, replicated(a), True) for a in results[2]]
+    execute = functools.partial(_in_turns, context.axes, function, results)
+    return Decision(tuple(operands), (*of_rows, *of_groups, *sums), execute)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exchange:
+    """How many rows each device has for each other, and this device's experts.
+
+    **Fields:** `axes`; `count`, the number of rows of a device; `slots`, the room for rows of one
+    device; `ends`, of the groups of each device (n, E); `bounds`, of its rows for each device
+    (n, n + 1); `me`, this device's index.
+    """
+
+    axes: Axes
+    count: int
+    slots: int
+    ends: Int[Array, "n E"]
+    bounds: Int[Array, "n n1"]
+    me: Any
+
+    @classmethod
+    def of(cls, axes: Axes, sizes: Int[Array, "E"], count: int) -> "_Exchange":
+        """Gather the sizes of all devices, which each device needs."""
+        n = axes.mesh[AXIS]
+        every = lax.all_gather(sizes.astype(jnp.int32), AXIS)
+        ends = jnp.cumsum(every, 1, dtype=jnp.int32)
+        last = ends[:, sizes.shape[0] // n - 1 :: sizes.shape[0] // n]
+        zeros = jnp.zeros((n, 1), jnp.int32)
+        # Rows of no group come last, and go with those of the last device.
+        bounds = jnp.concatenate([zeros, last[:, :-1], jnp.full((n, 1), count, jnp.int32)], 1)
+        return cls(axes, count, slots_of(count, n)[0], ends, bounds, lax.axis_index(AXIS))
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return self.axes.mesh[AXIS]
+
+    def turns(self) -> Int[Array, ""]:
+        """Return in how many turns all rows of all devices are sent."""
+        most = (self.bounds[:, 1:] - self.bounds[:, :-1]).max()
+        return (most + self.slots - 1) // self.slots
+
+    def turn(self, number: Int[Array, ""]) -> "_Turn":
+        """Return what is sent in a turn."""
+        offset = number * self.slots
+        counts = jnp.clip(self.bounds[:, 1:] - self.bounds[:, :-1] - offset, 0, self.slots)
+        mine = lax.dynamic_index_in_dim(self.bounds, self.me, 0, keepdims=False)
+        there = lax.dynamic_index_in_dim(self.bounds, self.me, 1, keepdims=False)
+        return _Turn(
+            self,
+            jnp.minimum(mine[:-1] + offset, self.count),
+            there + offset,
+            lax.dynamic_index_in_dim(counts, self.me, 0, keepdims=False),
+            lax.dynamic_index_in_dim(counts, self.me, 1, keepdims=False),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """What is sent in one turn.
+
+    **Fields:** `exchange`; of each device, `first`, the first of this device's rows for it, and
+    `theirs`, the first of its rows for this one, among all rows of either; `sent` and `received`,
+    how many.
+    """
+
+    exchange: _Exchange
+    first: Int[Array, "n"]
+    theirs: Int[Array, "n"]
+    sent: Int[Array, "n"]
+    received: Int[Array, "n"]
+
+    @property
+    def _ragged(self) -> bool:
+        return self.exchange.axes.platform in ("gpu", "tpu")
+
+    def _rows(self, first: Int[Array, "n"]) -> Int[Array, "n slots"]:
+        """Return the number of the row in each slot, given the first one of each device."""
+        return first[:, None] + jnp.arange(self.exchange.slots, dtype=jnp.int32)[None]
+
+    def _has_row(self, counts: Int[Array, "n"]) -> Bool[Array, "n slots"]:
+        return jnp.arange(self.exchange.slots, dtype=jnp.int32)[None] < counts[:, None]
+
+    def out(self, array: Array) -> Array:
+        """Send rows `(count, ...)` to their devices; returns those received, `(n * slots, ...)`.
+
+        Slots without a row have some other row: a value that the function is defined for.
+        """
+        n, slots = self.exchange.devices, self.exchange.slots
+        if self._ragged:
+            room = jnp.broadcast_to(array[:1], (n * slots, *array.shape[1:]))
+            places = jnp.full((n,), self.exchange.me * slots, jnp.int32)
+            return lax.ragged_all_to_all(
+                array, room, self.first, self.sent, places, self.received, axis_name=AXIS
+            )
+        index = jnp.minimum(self._rows(self.first), self.exchange.count - 1)
+        return lax.all_to_all(array[index.reshape(-1)], AXIS, 0, 0, tiled=True)
+
+    def back(self, computed: Array, rows: Array) -> Array:
+        """Send what was computed of received rows back; returns `rows` with it in their places."""
+        n, slots = self.exchange.devices, self.exchange.slots
+        if self._ragged:
+            places = jnp.arange(n, dtype=jnp.int32) * slots
+            return lax.ragged_all_to_all(
+                computed, rows, places, self.received, self.theirs, self.sent, axis_name=AXIS
+            )
+        returned = lax.all_to_all(computed, AXIS, 0, 0, tiled=True)
+        outside = self.exchange.count + jnp.arange(n * slots, dtype=jnp.int32).reshape(n, slots)
+        index = jnp.where(self._has_row(self.sent), self._rows(self.first), outside)
+        return rows.at[index.reshape(-1)].set(returned, mode="drop", unique_indices=True)
+
+    def groups(self, own: int) -> Int[Array, "received"]:
+        """Return of each slot which of this device's `own` groups its row is in.
+
+        `own` for a row of no group, `own + 1` for a slot without a row.
+        """
+        first = self.exchange.me * own
+        ends = lax.dynamic_slice_in_dim(self.exchange.ends, first, own, 1)
+        group = (self._rows(self.theirs)[:, :, None] >= ends[:, None, :]).sum(-1, dtype=jnp.int32)
+        return jnp.where(self._has_row(self.received), group, own + 1).reshape(-1)
+
+
+def _in_turns(
+    axes: Axes, function: RowFunction, results: Sequence[Sequence[Any]], *shards: Array
+) -> list[Array]:
+    """Compute this device's rows at their experts, and others' rows at this device's."""
+    *arrays, sizes = shards
+    rows, weights, whole = split(arrays, function.operands)
+    exchange = _Exchange.of(axes, sizes, rows[0].shape[0])
+    own = sizes.shape[0] // exchange.devices
+    room = slots_of(exchange.count, exchange.devices)[1]
+
+    def one_turn(carry: Any) -> Any:
+        number, outs, totals = carry
+        turn = exchange.turn(number)
+        computed, *sums = _sorted_by_group(
+            function, turn.groups(own), own, room, [turn.out(x) for x in rows], weights, whole,
+        )  # fmt: skip
+        outs = [turn.back(y, out) for y, out in zip(computed, outs, strict=True)]
+        added = [y for part in sums for y in part]
+        totals = [total + y.astype(total.dtype) for total, y in zip(totals, added, strict=True)]
+        return number + 1, outs, totals
+
+    outs = [jnp.zeros(a.shape, a.dtype) for a in results[0]]
+    like = [(a, a.shape) for a in results[2]]
+    shapes = []
+    for a, dim in zip(results[1], function.result_groups, strict=True):
+        shapes.append((a, (*a.shape[:dim], a.shape[dim] // exchange.devices, *a.shape[dim + 1 :])))
+    totals = [jnp.zeros(shape, sum_dtype(a.dtype)) for a, shape in (*shapes, *like)]
+    start = (jnp.zeros((), jnp.int32), outs, totals)
+    _, outs, totals = lax.while_loop(lambda c: c[0] < exchange.turns(), one_turn, start)
+    dtypes = [a.dtype for part in results[1:] for a in part]
+    return [*outs, *(y.astype(d) for y, d in zip(totals, dtypes, strict=True))]
+
+
+def _sorted_by_group(
+    function: RowFunction,
+    groups: Int[Array, "received"],
+    own: int,
+    room: int,
+    rows: Sequence[Array],
+    weights: Sequence[Array],
+    whole: Sequence[Array],
+) -> tuple[list[Array], list[Array], list[Array]]:
+    """Apply a function to received rows in the order of their groups; results are as received."""
+    order = jnp.argsort(groups, stable=True)
+    inverse = (
+        jnp.zeros_like(order)
+        .at[order]
+        .set(jnp.arange(order.shape[0], dtype=order.dtype), unique_indices=True)
+    )
+    # The function takes as many rows as there is room for.
+    missing = room - order.shape[0]
+    padded = jnp.concatenate([order, jnp.broadcast_to(order[:1], (missing,))])
+    sizes = (groups[:, None] == jnp.arange(own, dtype=groups.dtype)[None]).sum(0, dtype=jnp.int32)
+    operands = [*(x[padded] for x in rows), *weights, *whole, sizes]
+    jaxpr = function.jaxpr
+    results = eval_manual_body(jaxpr.jaxpr, jaxpr.consts, operands)
+    computed, of_groups, sums = split(results, function.results)
+    return [y[inverse] for y in computed], of_groups, sums

@@ -1,0 +1,39 @@
+"""What the compilers of GPUs and TPUs make of rows that are sent to their experts."""
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import plurax as px
+from tests.parity import test_experts as mixtures
+from tests.parity.test_experts_over_data import SPLIT
+
+ROWS = mixtures.B * mixtures.T * mixtures.K // 4
+"""Rows of a device."""
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("target", ["8xH100", "v5e:2x2", "v5p:2x2x1"])
+def test_only_rows_are_sent(target, precision):
+    """Ragged exchanges; no weights are gathered and no gradients of experts added up."""
+    task = px.Task(init=_init, loss=mixtures.loss_of(mixtures.sorted_rows))
+    batch = {name: x.astype("float32") for name, x in mixtures.batch_of().items()}
+    plan = px.Plan(data=4, shardings=SPLIT, precision=precision)
+    devices = px.topology(target)[:4]
+    program = px.compile(task, optax.sgd(0.1), plan, batch, devices=devices)
+    compiled, planned = program.collectives(), program.planned_collectives()
+    room, rows = (n * mixtures.D * jnp.dtype(precision).itemsize for n in (2 * ROWS, ROWS))
+    # There and back; in the backward pass rows and cotangents there, and gradients back.
+    assert sizes(planned) == sorted([room, rows, room, room, rows])
+    assert len(sizes(compiled)) == 5
+    others = [one for one in compiled if one.kind not in ("ragged-all-to-all", "all-reduce")]
+    assert {one.kind for one in others} <= {"all-gather"}
+    assert all(one.bytes <= 4 * mixtures.E * 4 for one in others)
+
+
+def sizes(collectives):
+    return sorted(one.bytes for one in collectives if one.kind == "ragged-all-to-all")
+
+
+def _init(key):
+    return {name: leaf.astype("float32") for name, leaf in mixtures.init(key).items()}

@@ -1,0 +1,74 @@
+"""What is sent and held where rows are sent to their experts."""
+
+import re
+
+import optax
+import pytest
+from tests.parity import test_experts as mixtures
+from tests.parity.test_experts_over_data import SPLIT, in_layers
+
+import plurax as px
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+DEVICES = 4
+ROWS = mixtures.B * mixtures.T * mixtures.K // DEVICES
+"""Rows of a device."""
+SLOTS = 2 * ROWS * mixtures.D * 8
+"""Bytes of the slots for rows that a device receives in a turn: it has room for twice its own."""
+SIZES = DEVICES * mixtures.E * 4
+"""Bytes of the group sizes of all devices."""
+
+OTHERS = (2 * mixtures.D**2 + mixtures.D * mixtures.E + mixtures.E) * 8
+"""Bytes of the gradients of what is not split by expert: in, head, router, preferred."""
+
+
+def program_of(dispatch, experts=mixtures.E, **fields):
+    task, batch = mixtures.task_of(dispatch, experts=experts), mixtures.batch_of()
+    plan = px.Plan(data=DEVICES, shardings=SPLIT, **fields)
+    return px.compile(task, optax.sgd(0.1), plan, batch)
+
+
+def sent(collectives, kind):
+    return sorted(one.bytes for one in collectives if one.kind == kind)
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "fields", "times"),
+    [
+        (mixtures.sorted_rows, {}, 5),
+        (mixtures.added_to_tokens, {"zero": 1}, 5),
+        # Both are read in the backward pass, which sends them again; so are biases, of each row.
+        (mixtures.sorted_rows, {"remat": "full"}, 7),
+        (in_layers, {}, 5),
+    ],
+)
+def test_rows_are_sent_and_no_weights(dispatch, fields, times):
+    """Forward there and back; backward rows and their cotangents there, and gradients back."""
+    program = program_of(dispatch, **fields)
+    for collectives in (program.collectives(), program.planned_collectives()):
+        assert sent(collectives, "all-to-all") == [SLOTS] * times
+        # How many turns there are depends on the batch.
+        assert {one.trips for one in collectives if one.kind == "all-to-all"} == {None}
+        assert SIZES in sent(collectives, "all-gather")
+        # Those of `zero=1` are padded; beside them loss, weight, and the gradient's norm.
+        own = OTHERS if not fields.get("zero") else 0
+        assert sum(sent(collectives, "all-reduce")) == own + 3 * 8
+
+
+@pytest.mark.parametrize("dispatch", [mixtures.sorted_rows, in_layers], ids=mixtures.name_of)
+def test_each_device_holds_its_own_experts(dispatch):
+    """All experts' weights are in no program, nor are hidden values of more than its slots."""
+    text = program_of(dispatch).compiled_step.as_text()
+    shapes = {tuple(map(int, one.split(","))) for one in re.findall(r"f64\[([\d,]+)\]", text)}
+    held = {tuple(sorted(size for size in shape if size > 1)) for shape in shapes}
+    assert tuple(sorted((mixtures.E, mixtures.D, mixtures.H))) not in held
+    assert tuple(sorted((mixtures.D, mixtures.H))) in held
+    rows = max(shape[0] for shape in shapes if len(shape) == 2 and shape[1] == mixtures.H)
+    assert rows <= 2 * ROWS
+
+
+def test_experts_that_devices_do_not_divide_are_gathered_nowhere():
+    with pytest.warns(px.errors.ShardingWarning, match="shards do not divide 6"):
+        program = program_of(mixtures.sorted_rows, experts=6)
+    assert {one.kind for one in program.collectives()} == {"all-reduce"}

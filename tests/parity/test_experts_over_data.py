@@ -1,0 +1,189 @@
+"""Experts split over `data`: rows are sent to their experts' devices, beside a step by hand."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from tests import models
+from tests.parity import test_experts as mixtures
+from tests.parity.test_experts import D, H, K
+
+import plurax as px
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+SPLIT = dict.fromkeys(("gate", "up", "down"), ("data", None, None))
+
+
+# --- More ways to compute rows of experts ---------------------------------------------------------
+
+
+def rectified(p, x):
+    """With an operation that has a derivative of its own, and a scale of all experts."""
+    rows, sizes, order, weights = mixtures.ordered(p, x)
+    hidden = jax.nn.relu(jax.lax.ragged_dot(rows, p["gate"], sizes))
+    hidden = hidden * (1 + p["bias"][0])[None, :]
+    return mixtures.back(jax.lax.ragged_dot(hidden, p["down"], sizes), order, weights)
+
+
+def of_some_rows(p, x):
+    """Tokens whose first expert is the last one are in no group: zeros, and exp(0) of zeros."""
+    rows, sizes, order, weights = mixtures.ordered(p, x)
+    sizes = sizes.at[-1].set(0)
+    hidden = jnp.exp(jax.lax.ragged_dot(rows, p["gate"], sizes)) - rows[:, :H]
+    y = jax.lax.ragged_dot(hidden, p["down"], sizes)
+    return mixtures.back(y + hidden.sum(1, keepdims=True), order, weights)
+
+
+def read_in_between(p, x):
+    """The hidden values are read elsewhere, and once more in the order of tokens."""
+    rows, sizes, order, weights = mixtures.ordered(p, x)
+    hidden = jax.lax.ragged_dot(rows, p["gate"], sizes)
+    hidden = jnp.tanh(hidden) + hidden[jnp.argsort(order)][order]
+    y = jax.lax.ragged_dot(hidden, p["down"], sizes)
+    return mixtures.back(y + (hidden**2).sum(1, keepdims=True), order, weights)
+
+
+def with_numbers(p, x):
+    """Rows of truth values, and a number of parameters, beside rows that have a gradient."""
+    rows, sizes, order, weights = mixtures.ordered(p, x)
+    hidden = jax.lax.ragged_dot(rows, p["gate"], sizes)
+    kept = order[:, None] % K > 0
+    hidden = jnp.where(kept, hidden, 0.1) * p["bias"].max()
+    return mixtures.back(jax.lax.ragged_dot(hidden, p["down"], sizes), order, weights)
+
+
+def in_layers(p, x):
+    """Dropless; a loop over layers, each with experts of its own."""
+    layers = {name: jnp.stack([p[name], 0.5 * p[name]]) for name in SPLIT}
+
+    def layer(x, own):
+        return x + mixtures.sorted_rows({**p, **own}, x), None
+
+    return jax.lax.scan(layer, x, layers)[0]
+
+
+MORE = [rectified, of_some_rows, read_in_between, with_numbers, in_layers]
+EVERY = [*mixtures.EVERY, *MORE]
+
+
+def assert_as_by_hand(dispatch, kind="random", **fields):
+    return mixtures.assert_as_by_hand(dispatch, px.Plan(shardings=SPLIT, **fields), kind)
+
+
+@pytest.mark.parametrize("dispatch", EVERY, ids=mixtures.name_of)
+@pytest.mark.parametrize("count", [2, 4])
+def test_rows_that_are_sent_equal_one_device(dispatch, count):
+    """Also of dispatches whose experts' weights are gathered, since no rows are known."""
+    assert_as_by_hand(dispatch, data=count)
+
+
+@pytest.mark.parametrize("dispatch", [mixtures.sorted_rows, of_some_rows], ids=mixtures.name_of)
+@pytest.mark.parametrize("kind", ["one expert", "no tokens", "ties"])
+def test_any_choice_of_experts_equals_one_device(dispatch, kind):
+    """All rows on one device are sent in two turns."""
+    assert_as_by_hand(dispatch, kind, data=4)
+
+
+PLANS = {
+    "zero 1": {"data": 2, "zero": 1},
+    "zero 2": {"data": 4, "zero": 2, "microbatches": 2},
+    "zero 3": {"data": 4, "zero": 3},
+    "microbatches": {"data": 2, "microbatches": 4},
+    "full": {"data": 4, "remat": "full"},
+    "dots": {"data": 2, "remat": "dots"},
+    "tensor": {"data": 2, "tensor": 2, "zero": 3, "microbatches": 2, "remat": "full"},
+}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_another_parameter_is_gathered(zero):
+    """What is no expert's can be split over `data` too: it is gathered where it is read."""
+    rules = {**SPLIT, "in": (None, "data"), "bias": ("data", None)}
+    plan = px.Plan(data=2, zero=zero, microbatches=2, shardings=rules)
+    mixtures.assert_as_by_hand(mixtures.normed, plan)
+
+
+@pytest.mark.parametrize("dispatch", [mixtures.sorted_rows, in_layers], ids=mixtures.name_of)
+@pytest.mark.parametrize("name", PLANS)
+def test_any_plan_equals_one_device(dispatch, name):
+    fields = PLANS[name]
+    rules = {**SPLIT, "in": (None, "tensor")} if "tensor" in fields else SPLIT
+    mixtures.assert_as_by_hand(dispatch, px.Plan(shardings=rules, **fields))
+
+
+# --- The rest of a program ------------------------------------------------------------------------
+
+
+def test_rows_that_fill_a_batch_change_nothing():
+    """Seven examples on four devices: the last row is padding, and is sent as any."""
+    plan = px.Plan(data=4, shardings=SPLIT)
+    batch = mixtures.batch_of(7)
+    task = mixtures.task_of(mixtures.sorted_rows)
+    program = px.compile(task, optax.sgd(0.1), plan, batch)
+    state, metrics = program.step(program.init(seed=0), batch)
+
+    def mean(params):
+        return mixtures.loss_of(mixtures.sorted_rows)(params, batch, None).mean()
+
+    start = mixtures.start(jax.random.split(jax.random.key(0))[0])
+    value, grads = jax.jit(jax.value_and_grad(mean))(start)
+    expected = value, jax.tree.map(lambda p, g: p - 0.1 * g, start, grads)
+    found = metrics["loss"], program.to_canonical(state).params
+    assert models.max_rel_error(jax.device_get(found), jax.device_get(expected)) < 1e-10
+
+
+def predict(params, batch):
+    x = jnp.tanh(batch["x"] @ params["in"])
+    return mixtures.sorted_rows(params, x.reshape(-1, D)).reshape(x.shape)
+
+
+def test_predictions_and_evaluation_equal_one_device():
+    loss = mixtures.loss_of(mixtures.sorted_rows)
+    evaluate = lambda p, b: (predict(p, b) ** 2).mean((1, 2))  # noqa: E731
+    task = px.Task(init=mixtures.start, loss=loss, predict=predict, evaluate=evaluate)
+    batch = mixtures.batch_of(13)
+    results = []
+    for plan in (px.Plan(), px.Plan(data=4, shardings=SPLIT)):
+        program = px.compile(task, optax.sgd(0.1), plan, mixtures.batch_of())
+        state = program.init(seed=0)
+        results.append((program.predict(state, batch), program.evaluate(state, batch)["loss"]))
+    assert models.max_rel_error(*results) < 1e-10
+
+
+def test_members_equal_one_device():
+    """Of two networks, each on its own two devices, and both on the same two."""
+    for fields in ({"member": 2, "chunk": 1}, {}):
+        plan = px.Plan(data=2, shardings=SPLIT, **fields)
+        task = mixtures.task_of(mixtures.sorted_rows)
+        program = px.compile(task, optax.sgd(0.1), plan, mixtures.batch_of(), members=px.Members(2))
+        state, metrics = program.step(program.init(), mixtures.batch_of())
+        params = program.to_canonical(state).params
+        for seed in range(2):
+            expected = mixtures.by_hand(mixtures.sorted_rows, seed=seed)
+            found = jax.tree.map(lambda leaf, k=seed: leaf[k], (metrics["loss"], params))
+            assert models.max_rel_error(jax.device_get(found), jax.device_get(expected)) < 1e-10
+
+
+def test_a_state_goes_on_under_another_plan():
+    """Two steps with rows sent, then two with experts over `tensor`, as four of one device."""
+    task, batch = mixtures.task_of(mixtures.sorted_rows), mixtures.batch_of()
+    plans = [px.Plan(data=4, zero=1, shardings=SPLIT), px.Plan(tensor=2, shardings=mixtures.SPLIT)]
+    ends = []
+    for phases in ([px.Plan()], plans):
+        state = None
+        for plan in phases:
+            program = px.compile(task, optax.adam(1e-2), plan, batch)
+            own = program.init(seed=0) if state is None else program.from_canonical(state)
+            for _ in range(4 // len(phases)):
+                own, _ = program.step(own, batch)
+            state = jax.device_get(program.to_canonical(own))
+        ends.append(jax.device_get(state.params))
+    assert models.max_rel_error(*ends) < 1e-10
+
+
+def test_activations_are_not_split_by_rules_over_data():
+    plan = px.Plan(data=2, shardings={**SPLIT, "choices": ("data", None)})
+    task = mixtures.task_of(mixtures.named_one_hot)
+    with pytest.raises(px.errors.PlanError, match="activation 'choices' is named"):
+        px.compile(task, optax.sgd(0.1), plan, mixtures.batch_of())
