@@ -53,6 +53,36 @@ def with_numbers(p, x):
     return mixtures.back(jax.lax.ragged_dot(hidden, p["down"], sizes), order, weights)
 
 
+def normalized(p, x):
+    """Of zeros, as a product of no group is, the derivative would be infinite."""
+    rows, sizes, order, weights = mixtures.ordered(p, x)
+    hidden = jax.lax.ragged_dot(rows, p["gate"], sizes)
+    hidden = hidden / jnp.sqrt((hidden**2).sum(1, keepdims=True)) * p["bias"][:1]
+    return mixtures.back(jax.lax.ragged_dot(hidden, p["down"], sizes), order, weights)
+
+
+def shifted(p, x):
+    """The hidden values are a result, too, and depend on a value of all rows beside products."""
+    rows, sizes, order, weights = mixtures.ordered(p, x)
+    hidden = jnp.tanh(jax.lax.ragged_dot(rows, p["gate"], sizes)) + p["bias"][:1]
+    y = jax.lax.ragged_dot(hidden, p["down"], sizes)
+    return mixtures.back(y + hidden.sum(1, keepdims=True), order, weights)
+
+
+def of_one_choice(p, x, scale=lambda p, hidden: hidden):
+    """Each token has one expert (Switch)."""
+    which = (x @ p["router"]).argmax(1)
+    order = jnp.argsort(which)
+    sizes = jnp.bincount(which, length=p["router"].shape[1])
+    hidden = scale(p, jnp.tanh(jax.lax.ragged_dot(x[order], p["gate"], sizes)))
+    y = jax.lax.ragged_dot(hidden, p["down"], sizes) + hidden.sum(1, keepdims=True)
+    return y[jnp.argsort(order)]
+
+
+def with_a_scale(p, x):
+    return of_one_choice(p, x, lambda p, hidden: (hidden + 1) * p["bias"][:1])
+
+
 def in_layers(p, x):
     """Dropless; a loop over layers, each with experts of its own."""
     layers = {name: jnp.stack([p[name], 0.5 * p[name]]) for name in SPLIT}
@@ -63,7 +93,9 @@ def in_layers(p, x):
     return jax.lax.scan(layer, x, layers)[0]
 
 
-MORE = [rectified, of_some_rows, read_in_between, with_numbers, in_layers]
+MORE = [
+    rectified, of_some_rows, read_in_between, with_numbers, normalized, shifted, in_layers,
+]  # fmt: skip
 EVERY = [*mixtures.EVERY, *MORE]
 
 
@@ -110,6 +142,21 @@ def test_any_plan_equals_one_device(dispatch, name):
     fields = PLANS[name]
     rules = {**SPLIT, "in": (None, "tensor")} if "tensor" in fields else SPLIT
     mixtures.assert_as_by_hand(dispatch, px.Plan(shardings=rules, **fields))
+
+
+@pytest.mark.parametrize("dispatch", [of_one_choice, with_a_scale], ids=mixtures.name_of)
+def test_rows_that_devices_do_not_divide(dispatch):
+    """Five rows on each of four devices: two slots for those of each, and two rows of no slot."""
+    batch, loss = mixtures.batch_of(4), mixtures.loss_of(dispatch)
+    program = px.compile(
+        mixtures.task_of(dispatch), optax.sgd(0.1), px.Plan(data=4, shardings=SPLIT), batch
+    )
+    state, metrics = program.step(program.init(seed=0), batch)
+    start = mixtures.start(jax.random.split(jax.random.key(0))[0])
+    value, grads = jax.jit(jax.value_and_grad(lambda p: loss(p, batch, None).mean()))(start)
+    expected = value, jax.tree.map(lambda p, g: p - 0.1 * g, start, grads)
+    found = metrics["loss"], program.to_canonical(state).params
+    assert models.max_rel_error(jax.device_get(found), jax.device_get(expected)) < 1e-10
 
 
 # --- The rest of a program ------------------------------------------------------------------------

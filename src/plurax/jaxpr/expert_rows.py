@@ -170,7 +170,8 @@ class RowFunction:
     **Fields:** `jaxpr`, of rows, weights, whole values and sizes, for the groups of one device and
     the rows for which it has room; its results are rows, weights, and sums over all rows given.
     `operands`, how many operands are rows, weights and whole, and `results`, the same of results;
-    `groups` and `result_groups`, the dims of the groups of weights; `devices`.
+    `groups` and `result_groups`, the dims of the groups of weights; `cotangents`, how many of the
+    rows, the last ones, are zeros where there is no row, so that it adds nothing; `devices`.
     """
 
     jaxpr: Any
@@ -178,6 +179,7 @@ class RowFunction:
     results: tuple[int, int, int]
     groups: tuple[int, ...]
     result_groups: tuple[int, ...]
+    cotangents: int
     devices: int
 
 
@@ -213,6 +215,7 @@ def _bound(
     results: tuple[int, int, int],
     groups: tuple[int, ...],
     result_groups: Sequence[int],
+    cotangents: int,
     devices: int,
 ) -> list[list[Any]]:
     """Bind the primitive to `operands`: rows, weights, whole values and a list of sizes.
@@ -230,7 +233,9 @@ def _bound(
     few = jax.ShapeDtypeStruct((sizes.shape[0] // devices,), jnp.int32)
     jaxpr = jax.make_jaxpr(compute)(of_device, own, list(whole), few)
     counts = len(rows), len(weights), len(whole)
-    function = RowFunction(jaxpr, counts, results, groups, tuple(result_groups), devices)
+    function = RowFunction(
+        jaxpr, counts, results, groups, tuple(result_groups), cotangents, devices
+    )
     flat = [array for part in operands for array in part]
     return split(at_experts_p.bind(*flat, function=function), results)
 
@@ -243,7 +248,7 @@ def _evaluated(region: ExpertRows, devices: int) -> Callable[..., list[Array]]:
     def apply(rows: Any, weights: Any, whole: Any, sizes: Any) -> list[Array]:
         counts = len(region.results), 0, 0
         operands = rows, weights, whole, [sizes]
-        return _bound(region.compute, operands, counts, groups, (), devices)[0]
+        return _bound(region.compute, operands, counts, groups, (), 0, devices)[0]
 
     def saved(*operands: Any) -> Any:
         return apply(*operands), operands
@@ -267,7 +272,8 @@ def _evaluated(region: ExpertRows, devices: int) -> Callable[..., list[Array]]:
         counts = sum(real[0]), sum(real[1]), sum(real[2])
         operands = [*parts[0], *received], *parts[1:], [sizes]
         result_groups = _chosen(groups, real[1])
-        grads = _bound(gradients, operands, counts, groups, result_groups, devices)
+        zeros = len(received)
+        grads = _bound(gradients, operands, counts, groups, result_groups, zeros, devices)
         spread = [_spread(part, marks) for part, marks in zip(grads, real, strict=True)]
         return *spread, None
 

@@ -43,7 +43,9 @@ def row_of_result(eqn: Any, place: int, dim: int) -> int | None:
 def row_of_operand(eqn: Any, place: int, dim: int) -> int | None:
     """Return the dim of an operand that is the rows `dim` of the result; None if it has none."""
     if eqn.primitive.name in ELEMENTWISE or eqn.primitive.name == "concatenate":
-        return dim if len(shape_of(eqn.invars[place])) == len(shape_of(eqn.outvars[0])) else None
+        shape, to = shape_of(eqn.invars[place]), shape_of(eqn.outvars[0])
+        # A dim of size 1 broadcasts.
+        return dim if len(shape) == len(to) and shape[dim] == to[dim] else None
     result = len(eqn.invars), dim
     pairs = [of for of, to in equal_dims(eqn) if to == result and of[0] == place]
     return pairs[0][1] if pairs else None

@@ -81,13 +81,14 @@ class _Exchange:
     """How many rows each device has for each other, and this device's experts.
 
     **Fields:** `axes`; `count`, the number of rows of a device; `slots`, the room for rows of one
-    device; `ends`, of the groups of each device (n, E); `bounds`, of its rows for each device
-    (n, n + 1); `me`, this device's index.
+    device, and `room`, that for all, which may be some more; `ends`, of the groups of each device
+    (n, E); `bounds`, of its rows for each device (n, n + 1); `me`, this device's index.
     """
 
     axes: Axes
     count: int
     slots: int
+    room: int
     ends: Int[Array, "n E"]
     bounds: Int[Array, "n n1"]
     me: Any
@@ -102,7 +103,7 @@ class _Exchange:
         zeros = jnp.zeros((n, 1), jnp.int32)
         # Rows of no group come last, and go with those of the last device.
         bounds = jnp.concatenate([zeros, last[:, :-1], jnp.full((n, 1), count, jnp.int32)], 1)
-        return cls(axes, count, slots_of(count, n)[0], ends, bounds, lax.axis_index(AXIS))
+        return cls(axes, count, *slots_of(count, n), ends, bounds, lax.axis_index(AXIS))
 
     @property
     def devices(self) -> int:
@@ -148,6 +149,11 @@ class _Turn:
     def _ragged(self) -> bool:
         return self.exchange.axes.platform in ("gpu", "tpu")
 
+    def _filled(self, array: Array, other: Any) -> Array:
+        """Return what is in all slots, with another value in the rest of the room."""
+        missing = self.exchange.room - array.shape[0]
+        return jnp.concatenate([array, jnp.broadcast_to(other, (missing, *array.shape[1:]))])
+
     def _rows(self, first: Int[Array, "n"]) -> Int[Array, "n slots"]:
         """Return the number of the row in each slot, given the first one of each device."""
         return first[:, None] + jnp.arange(self.exchange.slots, dtype=jnp.int32)[None]
@@ -155,20 +161,25 @@ class _Turn:
     def _has_row(self, counts: Int[Array, "n"]) -> Bool[Array, "n slots"]:
         return jnp.arange(self.exchange.slots, dtype=jnp.int32)[None] < counts[:, None]
 
-    def out(self, array: Array) -> Array:
-        """Send rows `(count, ...)` to their devices; returns those received, `(n * slots, ...)`.
+    def out(self, array: Array, *, zeros: bool) -> Array:
+        """Send rows `(count, ...)` to their devices; returns those received, `(room, ...)`.
 
-        Slots without a row have some other row: a value that the function is defined for.
+        Slots without a row have `zeros`, or some other row: what the function is defined for.
         """
         n, slots = self.exchange.devices, self.exchange.slots
+        other = jnp.zeros_like(array[:1]) if zeros else array[:1]
         if self._ragged:
-            room = jnp.broadcast_to(array[:1], (n * slots, *array.shape[1:]))
+            room = jnp.broadcast_to(other, (self.exchange.room, *array.shape[1:]))
             places = jnp.full((n,), self.exchange.me * slots, jnp.int32)
             return lax.ragged_all_to_all(
                 array, room, self.first, self.sent, places, self.received, axis_name=AXIS
             )
         index = jnp.minimum(self._rows(self.first), self.exchange.count - 1)
-        return lax.all_to_all(array[index.reshape(-1)], AXIS, 0, 0, tiled=True)
+        sent = array[index.reshape(-1)]
+        if zeros:
+            has_row = self._has_row(self.sent).reshape(-1, *(1,) * (array.ndim - 1))
+            sent = jnp.where(has_row, sent, jnp.zeros((), sent.dtype))
+        return self._filled(lax.all_to_all(sent, AXIS, 0, 0, tiled=True), other)
 
     def back(self, computed: Array, rows: Array) -> Array:
         """Send what was computed of received rows back; returns `rows` with it in their places."""
@@ -178,20 +189,21 @@ class _Turn:
             return lax.ragged_all_to_all(
                 computed, rows, places, self.received, self.theirs, self.sent, axis_name=AXIS
             )
-        returned = lax.all_to_all(computed, AXIS, 0, 0, tiled=True)
+        returned = lax.all_to_all(computed[: n * slots], AXIS, 0, 0, tiled=True)
         outside = self.exchange.count + jnp.arange(n * slots, dtype=jnp.int32).reshape(n, slots)
         index = jnp.where(self._has_row(self.sent), self._rows(self.first), outside)
         return rows.at[index.reshape(-1)].set(returned, mode="drop", unique_indices=True)
 
-    def groups(self, own: int) -> Int[Array, "received"]:
-        """Return of each slot which of this device's `own` groups its row is in.
+    def groups(self, own: int, spare: int) -> Int[Array, "room"]:
+        """Return of each row received which of this device's `own` groups its row is in.
 
-        `own` for a row of no group, `own + 1` for a slot without a row.
+        `own` for a row of no group, `spare` for a slot without a row.
         """
         first = self.exchange.me * own
         ends = lax.dynamic_slice_in_dim(self.exchange.ends, first, own, 1)
         group = (self._rows(self.theirs)[:, :, None] >= ends[:, None, :]).sum(-1, dtype=jnp.int32)
-        return jnp.where(self._has_row(self.received), group, own + 1).reshape(-1)
+        group = jnp.where(self._has_row(self.received), group, jnp.int32(spare))
+        return self._filled(group.reshape(-1), jnp.int32(spare))
 
 
 def _in_turns(
@@ -202,14 +214,18 @@ def _in_turns(
     rows, weights, whole = split(arrays, function.operands)
     exchange = _Exchange.of(axes, sizes, rows[0].shape[0])
     own = sizes.shape[0] // exchange.devices
-    room = slots_of(exchange.count, exchange.devices)[1]
+    # Where all rows are added up, what has no row is computed as those that have: the product of
+    # no group is zero, and the derivative there may be infinite.
+    spare = own - 1 if results[2] else own + 1
+    zeros = [number >= len(rows) - function.cotangents for number in range(len(rows))]
 
     def one_turn(carry: Any) -> Any:
         number, outs, totals = carry
         turn = exchange.turn(number)
+        received = [turn.out(x, zeros=zero) for x, zero in zip(rows, zeros, strict=True)]
         computed, *sums = _sorted_by_group(
-            function, turn.groups(own), own, room, [turn.out(x) for x in rows], weights, whole,
-        )  # fmt: skip
+            function, turn.groups(own, spare), own, received, weights, whole
+        )
         outs = [turn.back(y, out) for y, out in zip(computed, outs, strict=True)]
         added = [y for part in sums for y in part]
         totals = [total + y.astype(total.dtype) for total, y in zip(totals, added, strict=True)]
@@ -229,26 +245,18 @@ def _in_turns(
 
 def _sorted_by_group(
     function: RowFunction,
-    groups: Int[Array, "received"],
+    groups: Int[Array, "room"],
     own: int,
-    room: int,
     rows: Sequence[Array],
     weights: Sequence[Array],
     whole: Sequence[Array],
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """Apply a function to received rows in the order of their groups; results are as received."""
     order = jnp.argsort(groups, stable=True)
-    inverse = (
-        jnp.zeros_like(order)
-        .at[order]
-        .set(jnp.arange(order.shape[0], dtype=order.dtype), unique_indices=True)
-    )
-    # The function takes as many rows as there is room for.
-    missing = room - order.shape[0]
-    padded = jnp.concatenate([order, jnp.broadcast_to(order[:1], (missing,))])
+    places = jnp.arange(order.shape[0], dtype=order.dtype)
+    inverse = jnp.zeros_like(order).at[order].set(places, unique_indices=True)
     sizes = (groups[:, None] == jnp.arange(own, dtype=groups.dtype)[None]).sum(0, dtype=jnp.int32)
-    operands = [*(x[padded] for x in rows), *weights, *whole, sizes]
-    jaxpr = function.jaxpr
-    results = eval_manual_body(jaxpr.jaxpr, jaxpr.consts, operands)
+    operands = [*(x[order] for x in rows), *weights, *whole, sizes]
+    results = eval_manual_body(function.jaxpr.jaxpr, function.jaxpr.consts, operands)
     computed, of_groups, sums = split(results, function.results)
     return [y[inverse] for y in computed], of_groups, sums
