@@ -38,13 +38,6 @@ def explained(plan: Any, batch_size: int | None = None) -> str:
                 else "; parameters are replicated."
             )
         )
-        if plan.splits_experts:
-            split = [name for name, rule in plan.rules if "data" in str(rule)]
-            lines.append(
-                f"  shardings: {', '.join(split)} are split over data; rows of `lax.ragged_dot` "
-                "are sent to the\n    device of their expert, and any other operation gathers "
-                "them."
-            )
     elif plan.context > 1:
         lines.append("  data=1: each device has tokens of all sequences of the batch.")
     else:
@@ -95,6 +88,12 @@ def explained(plan: Any, batch_size: int | None = None) -> str:
 def _split_lines(plan: Any) -> list[str]:
     """Return the lines on how one network is split."""
     lines = []
+    if plan.splits_experts:
+        split = [name for name, rule in plan.rules if "data" in str(rule)]
+        lines.append(
+            f"  shardings: {', '.join(split)} are split over data; rows of `lax.ragged_dot` are "
+            "sent to the\n    device of their expert, and any other operation gathers them."
+        )
     if plan.pipeline > 1:
         named = plan.schedule if isinstance(plan.schedule, str) else "written by hand"
         each = (

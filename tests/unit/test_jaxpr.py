@@ -186,7 +186,8 @@ def test_every_name_in_the_code_is_a_primitive():
 
 
 def test_every_parameter_in_the_code_is_in_the_table():
-    ours = {"tag", "batch", "transposed", "free_on_cpu"}  # of `annotate` and `order_after`
+    # Of `annotate`, `order_after` and `at_experts`.
+    ours = {"tag", "batch", "transposed", "free_on_cpu", "function"}
     known = {name for names in PARAMETERS.values() for name in names} | ours
     for path, tree, _ in reading_modules():
         assert set(read_parameters(tree)) <= known, path

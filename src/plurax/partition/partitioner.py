@@ -74,6 +74,10 @@ from plurax.sharding.axes import Axes
 from plurax.sharding.spec import REPLICAS, TensorSharding
 
 
+_STAYING = frozenset([AT_EXPERTS])
+"""Equations whose parameters stay split over `data`: rows are sent to them."""
+
+
 @final
 class Partitioner(Resharder):
     """Evaluates the equations of a function on the shards of one device.
@@ -250,7 +254,7 @@ class Partitioner(Resharder):
         context = dataclasses.replace(
             self.context, as_given=as_given, readers=readers, shrinking=less
         )
-        if name != AT_EXPERTS:  # whose weights stay where they are, and rows are sent
+        if name not in _STAYING:
             inputs = self.together(eqn, inputs, ready)
         decision = by_own_rows(context, eqn, inputs) or RULES.get(name, by_default)(
             context, eqn, inputs
