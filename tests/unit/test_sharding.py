@@ -406,6 +406,20 @@ OPERATIONS = {
     "sort": (lambda x: jnp.sort(x, axis=1), (TABLE,), (S(None, "tensor"),)),
     "sort rows": (lambda x: jnp.sort(x, axis=1), (TABLE,), (S("tensor", None),)),
     "cumsum": (lambda x: jnp.cumsum(x, axis=0), (TABLE,), (S("tensor", None),)),
+    "cumsum of other columns": (lambda x: jnp.cumsum(x, axis=0), (TABLE,), (S(None, "tensor"),)),
+    "cumsum of sums": (
+        lambda x, y: jnp.cumsum(x @ y.T, axis=0), (TABLE, TABLE),
+        (S(None, "tensor"), S(None, "tensor"))),
+    "cumsum of counts": (
+        lambda x: jnp.cumsum((x > 0).astype(jnp.int8), axis=1, dtype=jnp.int8), (TABLE,),
+        (S(None, "tensor"),)),
+    **{
+        f"{name}{' from the end' * reverse}": (
+            functools.partial(getattr(jax.lax, name), axis=1, reverse=reverse), (TABLE,),
+            (S(None, "tensor"),))
+        for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+        for reverse in (False, True)
+    },
     "top_k": (lambda x: jax.lax.top_k(x, 3), (TABLE,), (S("tensor", None),)),
     "top_k of columns": (
         lambda x: jax.lax.top_k(x, 3, axis=0), (TABLE,), (S("tensor", None),)),

@@ -108,9 +108,9 @@ class Resharder:
         values = [self._operand(operand) for operand in decision.operands]
         if decision.defer is not None:
             return [decision.defer(values)]
-        for axes, like in decision.all_reduces:
-            n, size = self.axes.size(axes), like.size * like.dtype.itemsize
-            self._record("all-reduce", self.axes.mesh_axes(axes), size, 2 * size * (n - 1) / n)
+        for one in decision.sent:
+            n, over = self.axes.size(one.axes), self.axes.mesh_axes(one.axes)
+            self._record(one.kind, over, one.bytes(n), one.bytes_sent(n))
         shards = [value.array for value in values]
         return [*self.run(decision.execute, shards, decision.outputs, decision.product)]
 

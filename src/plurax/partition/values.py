@@ -257,6 +257,30 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sent:
+    """A collective within an operation.
+
+    **Fields:** `kind`, one of `all-reduce`, `all-gather` and `collective-permute`; `axes`, over
+    which it runs; `shard`, the shape and dtype of what each device gives.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    shard: Any
+
+    def bytes(self, devices: int) -> int:
+        """Return the bytes of the result on one device."""
+        size = int(self.shard.size * self.shard.dtype.itemsize)
+        return size * devices if self.kind == "all-gather" else size
+
+    def bytes_sent(self, devices: int) -> float:
+        """Return the bytes that each of so many devices sends, in a ring."""
+        size = self.bytes(devices)
+        share = (devices - 1) / devices
+        return {"all-reduce": 2 * size * share, "all-gather": size * share}.get(self.kind, size)
+
+
+@dataclasses.dataclass(frozen=True)
 class Decision:
     """How one equation is evaluated on shards.
 
@@ -265,7 +289,7 @@ class Decision:
     - `operands`: in the order in which they are resharded.
     - `outputs`: the results, with a `jax.ShapeDtypeStruct` of the shard in place of each array.
     - `execute`: a function from the operands' shards to the outputs' shards.
-    - `all_reduces`: the all-reduces in `execute`: the axes, and shape and dtype of the shards.
+    - `sent`: the collectives in `execute`.
     - `without_rule`: whether the operands are gathered only because the operation has no rule.
     - `defer`: if the result is deferred, a function that returns it from the resharded operands;
       then there are no `outputs`, and `execute` is not called.
@@ -275,7 +299,7 @@ class Decision:
     operands: tuple[Operand, ...]
     outputs: tuple[ShardedValue, ...]
     execute: Callable[..., Sequence[Array]]
-    all_reduces: tuple[tuple[tuple[str, ...], Any], ...] = ()
+    sent: tuple[Sent, ...] = ()
     without_rule: bool = False
     defer: Callable[[Sequence[ShardedValue]], DeferredValue] | None = None
     product: ProductDims | None = None

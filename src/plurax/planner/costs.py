@@ -78,8 +78,8 @@ class TimeCosts:
             seconds = self.machine.start_seconds + product_seconds(
                 self.machine, strategy.product, strategy.dtype, strategy.traffic
             )
-        for over, sent in strategy.all_reduces:
-            seconds += self._collective(graph.axes, "all-reduce", sent, over)
+        for kind, over, sent in strategy.sent:
+            seconds += self._collective(graph.axes, kind, sent, over)
         return node.trips * seconds
 
     def reshard(

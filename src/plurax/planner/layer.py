@@ -201,7 +201,7 @@ class _LayerBuilder:
         needed = _reached([self._output], _successors((b, a) for a, b in self._edges))
         kept = needed & _reached(given, _successors(self._edges))
         kept |= {one for edge, sent in self._edges.items() if sent for one in edge}
-        kept |= {one for one in self._body if self._strategy(one).all_reduces}
+        kept |= {one for one in self._body if self._strategy(one).sent}
         self._kinds = {one: kind for one, kind in sorted(self._kinds.items()) if one in kept}
         self._edges = {edge: sent for edge, sent in self._edges.items() if {*edge} <= kept}
         self._values = {edge: self._values[edge] for edge in self._edges}
@@ -272,9 +272,7 @@ class _LayerBuilder:
         nodes = [one for one in group if one in self._body]
         computing = [one for one in nodes if self._operator(one) not in VIEWS] or nodes
         kinds = {self._kinds[one] for one in group}
-        inside = [
-            ("all-reduce", size) for one in nodes for _, size in self._strategy(one).all_reduces
-        ]
+        inside = [(kind, size) for one in nodes for kind, _, size in self._strategy(one).sent]
         tensor, sharding = self._result({*group})
         return Box(
             "product" if "product" in kinds else kinds.pop(),

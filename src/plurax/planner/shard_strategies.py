@@ -52,7 +52,8 @@ class ShardStrategy:
 
     - `inputs`: the sharding of each operand. Of zeros, that in which they are created.
     - `outputs`: the sharding of each result.
-    - `all_reduces`: within the operation: the axes and the bytes that each device sends.
+    - `sent`: the collectives within the operation: their kind, the axes, and the bytes that each
+      device sends.
     - `product`: of a matrix product or convolution `(m, n, k, batch)` on one device, else None.
     - `dtype`: the dtype of the product's operands.
     - `traffic`: bytes that one device reads and writes, fused operations not counted.
@@ -60,7 +61,7 @@ class ShardStrategy:
 
     inputs: tuple[TensorSharding, ...]
     outputs: tuple[TensorSharding, ...]
-    all_reduces: tuple[tuple[tuple[str, ...], float], ...] = ()
+    sent: tuple[tuple[str, tuple[str, ...], float], ...] = ()
     product: tuple[int, int, int, int] | None = None
     dtype: str = ""
     traffic: float = 0.0
@@ -73,7 +74,7 @@ class ShardStrategy:
     @property
     def bytes_sent(self) -> float:
         """The bytes that each device sends within the operation."""
-        return sum(sent for _, sent in self.all_reduces)
+        return sum(size for *_, size in self.sent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +188,10 @@ class StrategyFinder:
         # A deferred result is created as its reader needs it: each such sharding is a strategy.
         created = [decision] if isinstance(decision, Decision) else self._created(decision)
         for one in created:
-            if (taken := _kept_shardings(one, inputs, shardings)) is not None:
+            # Of a dim that the shards do not divide, few readers take a part.
+            filled = any(o.sharding.indivisible_dims(o.shape, self.axes.sizes) for o in one.outputs)
+            taken = None if filled else _kept_shardings(one, inputs, shardings)
+            if taken is not None:
                 yield _strategy(self.axes, eqn, operands, taken, one)
 
     def _created(self, deferred: DeferredValue) -> list[Decision]:
@@ -241,14 +245,11 @@ def _strategy(
     ]
     read = sum(math.prod(s) * one.itemsize for s, one in zip(shapes, operands, strict=True))
     written = sum(one.array.size * one.dtype.itemsize for one in decision.outputs)
-    all_reduces = tuple(
-        (over, 2 * like.size * like.dtype.itemsize * (axes.size(over) - 1) / axes.size(over))
-        for over, like in decision.all_reduces
-    )
+    sent = tuple((one.kind, one.axes, one.bytes_sent(axes.size(one.axes))) for one in decision.sent)
     return ShardStrategy(
         taken,
         tuple(one.sharding for one in decision.outputs),
-        all_reduces,
+        sent,
         decision.product,
         str(operands[0].dtype),
         float(_traffic(eqn.primitive.name, read, written)),

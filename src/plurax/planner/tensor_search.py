@@ -107,7 +107,7 @@ class Sharded:
     @functools.cached_property
     def seconds_sent(self) -> float:
         """The seconds of the collectives over `tensor` in one step."""
-        alone = [dataclasses.replace(one, all_reduces=()) for _, one in self._chosen()]
+        alone = [dataclasses.replace(one, sent=()) for _, one in self._chosen()]
         nodes = self.graph.nodes
         without = sum(map(self.costs.strategy, itertools.repeat(self.graph), nodes, alone))
         return max(0.0, self.solution.cost - without)

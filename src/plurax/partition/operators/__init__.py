@@ -11,6 +11,7 @@ from plurax.jaxpr.expert_rows import AT_EXPERTS
 from plurax.jaxpr.fused_attention import FUSED_ATTENTION
 from plurax.partition.operators import (
     attention,
+    cumulative,
     elementwise,
     gather_scatter,
     irregular_products,
@@ -18,6 +19,7 @@ from plurax.partition.operators import (
     random,
     sent_rows,
     shape_ops,
+    shifts,
 )
 from plurax.partition.operators.common import Rule
 from plurax.partition.operators.common import by_default as by_default
@@ -33,7 +35,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys([*ELEMENTWISE, "threefry2x32"], elementwise.elementwise),
     **dict.fromkeys(REDUCTIONS, elementwise.reduction),
     **dict.fromkeys(
-        ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], shape_ops.single_dim_rule("axis")
+        ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], cumulative.cumulative
     ),
     **dict.fromkeys(
         [
@@ -83,12 +85,12 @@ RULES: dict[str, Rule] = {
     "reshape": shape_ops.reshape,
     "transpose": shape_ops.transpose,
     "squeeze": shape_ops.squeeze,
-    "rev": shape_ops.rev,
-    "slice": shape_ops.slice_,
+    "rev": shifts.rev,
+    "slice": shifts.slice_,
     "dynamic_slice": shape_ops.dynamic_slice,
     "dynamic_update_slice": shape_ops.dynamic_update_slice,
-    "pad": shape_ops.pad,
-    "concatenate": shape_ops.concatenate,
+    "pad": shifts.pad,
+    "concatenate": shifts.concatenate,
     "stack": shape_ops.stack,
     "unstack": shape_ops.unstack,
     "tile": shape_ops.tile,

@@ -37,7 +37,7 @@ from plurax.partition.operators.common import (
     with_replicated,
 )
 from plurax.partition.rule_context import RuleContext
-from plurax.partition.values import Decision, DeferredValue, Operand, ValueVersions
+from plurax.partition.values import Decision, DeferredValue, Operand, Sent, ValueVersions
 from plurax.sharding.axes import Axes
 from plurax.sharding.spec import TensorSharding
 
@@ -110,17 +110,17 @@ def _rounds_only(eqn: Any) -> bool:
 def reduction(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Reduce over dims: sums stay partial, maxima and minima are all-reduced, others gather."""
     name, dims = eqn.primitive.name, tuple(eqn.params["axes"])
-    versions, neutral = inputs[0], _neutral(name, inputs[0].dtype)
+    versions, start = inputs[0], neutral(name, inputs[0].dtype)
     # A reduction of a flattened tensor is one over all dims of the original, on its shards. But an
     # argmax, for example, is an index into the flat tensor.
-    if versions.deferred and versions.deferred.flattened and dims and neutral is not None:
+    if versions.deferred and versions.deferred.flattened and dims and start is not None:
         (versions,) = versions.deferred.sources
         dims = tuple(range(len(versions.shape)))
     if name == "reduce_sum":
         have = maybe_partial(context, eqn.invars[0], versions)
     else:
         have = context.reduced(versions)
-    operand = with_replicated(versions, have, dims if neutral is None else ())
+    operand = with_replicated(versions, have, dims if start is None else ())
     sharding = operand.sharding
     over = tuple(axis for dim in dims for axis in sharding.dims[dim])
     kept = tuple(entry for dim, entry in enumerate(sharding.dims) if dim not in dims)
@@ -133,18 +133,18 @@ def reduction(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> De
     def execute(array: Array) -> list[Array]:
         # Padding must not enter the reduction.
         for dim in sorted(padded):
-            array = only_real(context.axes, sharding, versions.shape, array, dim, neutral)
+            array = only_real(context.axes, sharding, versions.shape, array, dim, start)
         (array,) = bind(eqn, [array], axes=dims)
         return [_all_reduced(context.axes, array, joined, name)]
 
     # Booleans are all-reduced as integers.
     dtype = jnp.int32 if spec.dtype == jnp.bool_ else spec.dtype
     like = jax.ShapeDtypeStruct(spec.array.shape, dtype)
-    all_reduces = tuple((tuple(axes), like) for axes in _groups(context.axes, joined))
-    return Decision((operand,), (spec,), execute, all_reduces)
+    sent = tuple(Sent("all-reduce", tuple(axes), like) for axes in _groups(context.axes, joined))
+    return Decision((operand,), (spec,), execute, sent)
 
 
-def _neutral(name: str, dtype: Any) -> Any:
+def neutral(name: str, dtype: Any) -> Any:
     """Return the neutral element of a reduction, or None if shards cannot be reduced separately."""
     truth = jnp.issubdtype(dtype, jnp.bool_)
     if name in ("reduce_and", "reduce_or"):

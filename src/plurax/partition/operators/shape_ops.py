@@ -1,4 +1,4 @@
-"""Operations that rearrange entries: reshape, transpose, slice, concatenate, and the like.
+"""Operations that rearrange entries: reshape, transpose, split, tile, and the like.
 
 They are linear, so a partial sum usually passes through. A dim that the operation does not change
 stays split; a dim that it cuts, joins or reorders is replicated first. A reshape keeps a dim split
@@ -11,8 +11,7 @@ if the dim is the major one of those it is merged with, or is split into.
     reshape (8, 12) -> (96)            (None, tensor)        deferred: columns are not contiguous
     reshape (96) -> (8, 12)            (tensor)              (tensor, None)
     transpose (8, 12) -> (12, 8)       (tensor, None)        (None, tensor)
-    slice (8, 12) -> (8, 6)            (tensor, None)        (tensor, None)
-    slice (8, 12) -> (8, 6)            (None, tensor)        (None, None) after an all-gather
+    squeeze (8, 1) -> (8)              (tensor, None)        (tensor)
 """
 
 import dataclasses
@@ -180,27 +179,6 @@ def squeeze(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Deci
     return decided(context, eqn, inputs, [operand], sharding)
 
 
-def rev(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
-    """Reverse dims, which are replicated first."""
-    operand = _linear(context, eqn, inputs, eqn.params["dimensions"])
-    decision = decided(context, eqn, inputs, [operand], operand.sharding)
-    return with_rows_split(context, decision, operand.path[0])
-
-
-def slice_(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
-    """Slice dims, which are replicated first; dims taken as a whole stay split."""
-    params, shape = eqn.params, inputs[0].shape
-    strides = params["strides"] or (1,) * len(shape)
-    bounds = list(zip(params["start_indices"], params["limit_indices"], strides, strict=True))
-    cut = [d for d, bound in enumerate(bounds) if bound != (0, shape[d], 1)]
-    operand = _linear(context, eqn, inputs, cut)
-    # Along split dims the whole shard is taken.
-    local = local_shape(context, operand)
-    limits = tuple(bound[1] if d in cut else local[d] for d, bound in enumerate(bounds))
-    decision = decided(context, eqn, inputs, [operand], operand.sharding, limit_indices=limits)
-    return with_rows_split(context, decision, operand.path[0])
-
-
 def dynamic_slice(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Slice at dynamic indices; the dims that are cut are replicated first."""
     shape, sizes = inputs[0].shape, eqn.params["slice_sizes"]
@@ -220,24 +198,6 @@ def dynamic_update_slice(context: RuleContext, eqn: Any, inputs: list[ValueVersi
     target = TensorSharding(tuple(() if d in cut else e for d, e in enumerate(target.dims)))
     operands = [*to_sharding([into, part], target), *_indices(indices)]
     return decided(context, eqn, inputs, operands, target)
-
-
-def pad(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
-    """Pad dims, which are replicated first."""
-    padded = [d for d, edge in enumerate(eqn.params["padding_config"]) if edge != (0, 0, 0)]
-    # The padding value is added on every device, so a partial sum would count it several times.
-    operand = with_replicated(inputs[0], context.reduced(inputs[0]), padded)
-    operands = [operand, *_indices(inputs[1:])]
-    decision = decided(context, eqn, inputs, operands, operand.sharding)
-    return with_rows_split(context, decision, operand.path[0])
-
-
-def concatenate(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
-    """Concatenate along a dim that is replicated first; the other dims match in all operands."""
-    before = common_sharding(context, created(inputs))
-    target = before.with_dim(eqn.params["dimension"], ())
-    decision = decided(context, eqn, inputs, to_sharding(inputs, target), target)
-    return with_rows_split(context, decision, before)
 
 
 def stack(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:

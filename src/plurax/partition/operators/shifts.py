@@ -1,0 +1,264 @@
+"""Slices, pads, concatenations and reversals, along split dims too.
+
+JAX makes shifts of these, token shifts, short convolutions as sums of slices, the odd and even
+entries of `lax.associative_scan`. Along a split dim each device reads a window (see `windows.py`)
+where a halo is less than the whole dim. Else the dim is replicated first; of a few entries, such as
+the last token, the device that has them gives them to all, a partial sum.
+
+    mesh context=4; x (4096, 8); float32           sent by each device
+    concatenate([zeros (1, 8), x[:-1]])            one column, 32 bytes
+    x[::2], x[1::2]                                nothing
+    x[-1:]                                         a partial sum of one column
+    x[1024:]                                       gathered: all are on other devices
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from plurax.jaxpr.interpret import bind
+from plurax.partition.operators import windows
+from plurax.partition.operators.common import (
+    common_sharding,
+    created,
+    decided,
+    local_shape,
+    maybe_partial,
+    to_sharding,
+    with_replicated,
+    with_rows_split,
+)
+from plurax.partition.operators.windows import Window, Windows
+from plurax.partition.rule_context import RuleContext
+from plurax.partition.values import Decision, Operand, Sent, ValueVersions
+from plurax.sharding.reshard import moved
+from plurax.sharding.spec import TensorSharding
+
+
+def _reading(
+    context: RuleContext,
+    atom: Any,
+    versions: ValueVersions,
+    have: TensorSharding,
+    made: dict[int, Window | None],
+) -> Windows:
+    """Return the windows of those dims in which they are cheap."""
+    return Windows(
+        {
+            dim: one
+            for dim, one in made.items()
+            if have.dims[dim] and one and windows.is_cheap(context, atom, versions, one)
+        }
+    )
+
+
+def slice_(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
+    """Slice dims: split ones by windows, or a partial sum of a few entries, or replicated first."""
+    params, (versions,), out = eqn.params, inputs, eqn.outvars[0].aval.shape
+    shape, atom = versions.shape, eqn.invars[0]
+    strides = params["strides"] or (1,) * len(shape)
+    bounds = list(zip(params["start_indices"], params["limit_indices"], strides, strict=True))
+    cut = [d for d, bound in enumerate(bounds) if bound != (0, shape[d], 1)]
+    have = maybe_partial(context, atom, versions)
+    reads = _reading(context, atom, versions, have, {
+        d: windows.window(
+            context, have.dims[d], shape[d], out[d], first=bounds[d][0], stride=strides[d]
+        )
+        for d in cut
+    })  # fmt: skip
+    few = [d for d in cut if d not in reads.dims and _is_few(context, atom, versions, have, d, out)]
+    operand = with_replicated(versions, have, [d for d in cut if d not in (*reads.dims, *few)])
+    local = local_shape(context, operand)
+    # Along split dims the whole shard is taken.
+    whole = [d not in cut or d in reads.dims or d in few for d in range(len(shape))]
+    starts, limits, steps = (
+        tuple(same if whole[d] else bounds[d][n] for d, same in enumerate(sames))
+        for n, sames in enumerate(([0] * len(shape), local, [1] * len(shape)))
+    )
+    partial = operand.sharding.partial | {a for d in few for a in have.dims[d]}
+    sharding = TensorSharding(
+        tuple(() if d in few else entry for d, entry in enumerate(operand.sharding.dims)), partial
+    )
+    decision = decided(context, eqn, inputs, [operand], sharding)
+    before = [
+        out[d] if d in few else -(-(limits[d] - starts[d]) // steps[d]) for d in range(len(shape))
+    ]
+
+    def execute(array: Array) -> list[Array]:
+        array = lax.slice(array, starts, limits, steps)
+        for d in few:
+            array = _few(context, array, have.dims[d], d, range(*bounds[d]))
+        array = reads.read(context.axes, array)
+        for d in reads.dims:
+            array = lax.slice_in_dim(array, 0, None, strides[d], d)
+        return [array]
+
+    sent = reads.sent(context, before, versions.dtype)
+    decision = dataclasses.replace(decision, execute=execute, sent=sent)
+    return with_rows_split(context, decision, operand.path[0])
+
+
+def _is_few(
+    context: RuleContext,
+    atom: Any,
+    versions: ValueVersions,
+    have: TensorSharding,
+    dim: int,
+    out: Sequence[int],
+) -> bool:
+    """Whether a sum of what devices have of some entries is less than all entries gathered."""
+    number = jnp.issubdtype(versions.dtype, jnp.number)
+    if not have.dims[dim] or "data" in have.dims[dim] or not number:
+        return False
+    if versions.is_param and context.of_parameters(context.first(versions)):
+        return False
+    return 0 < 2 * out[dim] * context.num_readers(atom) < versions.shape[dim]
+
+
+def _few(
+    context: RuleContext, array: Array, over: tuple[str, ...], dim: int, places: range
+) -> Array:
+    """Return the entries at some places, zeros where these are on other devices."""
+    size = array.shape[dim]
+    index = jnp.arange(len(places), dtype=jnp.int32) * places.step + places.start
+    index -= jnp.asarray(context.axes.index(over) * size, jnp.int32)
+    entries = jnp.take(array, jnp.clip(index, 0, size - 1), axis=dim)
+    own = ((index >= 0) & (index < size)).reshape(-1, *(1,) * (array.ndim - dim - 1))
+    own = jnp.broadcast_to(own, entries.shape)
+    return jnp.where(own, entries, jnp.zeros((), entries.dtype))
+
+
+def pad(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
+    """Pad dims: split ones by windows, or replicated first."""
+    versions, fill = inputs
+    config, out = eqn.params["padding_config"], eqn.outvars[0].aval.shape
+    padded = [d for d, edge in enumerate(config) if tuple(edge) != (0, 0, 0)]
+    # The padding value is added on every device, so a partial sum would count it several times.
+    have = context.reduced(versions)
+    reads = _reading(context, eqn.invars[0], versions, have, {
+        d: windows.window(
+            context, have.dims[d], versions.shape[d], out[d],
+            first=-config[d][0], dilation=config[d][2] + 1,
+        )
+        for d in padded
+    })  # fmt: skip
+    operand = with_replicated(versions, have, [d for d in padded if d not in reads.dims])
+    operands = [operand, Operand(fill, (TensorSharding(()),))]
+    decision = decided(context, eqn, inputs, operands, operand.sharding)
+    rest = tuple((0, 0, 0) if d in reads.dims else edge for d, edge in enumerate(config))
+    before = [
+        max(0, size + low + high + max(0, size - 1) * between)
+        for size, (low, high, between) in zip(local_shape(context, operand), rest, strict=True)
+    ]
+
+    def execute(array: Array, fill: Array) -> list[Array]:
+        return [reads.read(context.axes, lax.pad(array, fill, rest), fill)]
+
+    sent = reads.sent(context, before, versions.dtype)
+    decision = dataclasses.replace(decision, execute=execute, sent=sent)
+    return with_rows_split(context, decision, operand.path[0])
+
+
+def concatenate(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
+    """Concatenate along a dim, of which each device reads windows, or which is replicated first.
+
+    The other dims match in all operands.
+    """
+    before, dim = common_sharding(context, created(inputs)), eqn.params["dimension"]
+    parts = _parts(context, eqn, inputs, before.dims[dim]) if before.dims[dim] else None
+    if parts is None:
+        target = before.with_dim(dim, ())
+        decision = decided(context, eqn, inputs, to_sharding(inputs, target), target)
+        return with_rows_split(context, decision, before)
+    operands = [
+        Operand(one, (before if part.split else before.with_dim(dim, ()),))
+        for one, part in zip(inputs, parts, strict=True)
+    ]
+    ends = list(itertools.accumulate(part.size for part in parts))
+    shapes = [local_shape(context, operand) for operand in operands]
+    dtype = eqn.outvars[0].aval.dtype
+    sent = [
+        one
+        for part, shape in zip(parts, shapes, strict=True)
+        for one in part.sent(context, shape, dtype, dim)
+    ]
+
+    def execute(*arrays: Array) -> list[Array]:
+        zero, result = jnp.zeros((), dtype), None
+        for part, array, end in zip(parts, arrays, ends, strict=True):
+            own = part.read(context.axes, array, dim, zero)
+            if result is None:
+                result = own
+                continue
+            place = lax.broadcasted_iota(jnp.int32, own.shape, dim)
+            place += lax.axis_index(part.axis) * part.step
+            result = jnp.where(place < end - part.size, result, own)
+        return [result]
+
+    decision = decided(context, eqn, inputs, operands, before)
+    return dataclasses.replace(decision, execute=execute, sent=tuple(sent))
+
+
+def _parts(
+    context: RuleContext, eqn: Any, inputs: list[ValueVersions], entry: tuple[str, ...]
+) -> list[Window] | None:
+    """Return the windows of the operands of a concatenation; None if a dim is gathered.
+
+    Operands that are whole on each device are read there.
+    """
+    dim, out = eqn.params["dimension"], eqn.outvars[0].aval.shape
+    parts: list[Window] = []
+    begin = 0
+    for atom, versions in zip(eqn.invars, inputs, strict=True):
+        size = versions.shape[dim]
+        split = versions.deferred is None and all(
+            value.sharding.dims[dim] == entry for value in versions.values
+        )
+        part = windows.window(context, entry, size, out[dim], split=split, first=-begin)
+        if part is None or not windows.is_cheap(context, atom, versions, part):
+            return None
+        parts.append(part)
+        begin += size
+    return parts
+
+
+def rev(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
+    """Reverse dims: of a split one devices exchange their parts, others are replicated first."""
+    (versions,), dims = inputs, eqn.params["dimensions"]
+    have = maybe_partial(context, eqn.invars[0], versions)
+    split = [d for d in dims if _turns(context, eqn, versions, have, d)]
+    operand = with_replicated(versions, have, [d for d in dims if d not in split])
+    decision = decided(context, eqn, inputs, [operand], operand.sharding)
+    shard = jax.ShapeDtypeStruct(local_shape(context, operand), versions.dtype)
+    sent = tuple(Sent("collective-permute", have.dims[d], shard) for d in split)
+
+    def execute(array: Array) -> list[Array]:
+        (array,) = bind(eqn, [array])
+        for d in split:
+            (axis,) = have.dims[d]
+            count = context.axes.sizes[axis]
+            pairs = [(k, count - 1 - k) for k in range(count)]
+            array = moved(
+                lambda x, axis=axis, pairs=pairs: lax.ppermute(x, axis, pairs), array, context.axes
+            )  # fmt: skip
+        return [array]
+
+    decision = dataclasses.replace(decision, execute=execute, sent=sent)
+    return with_rows_split(context, decision, operand.path[0])
+
+
+def _turns(
+    context: RuleContext, eqn: Any, versions: ValueVersions, have: TensorSharding, dim: int
+) -> bool:
+    """Whether devices exchange their parts of a dim that is reversed."""
+    size, axes = versions.shape[dim], context.axes
+    whole = windows.window(context, have.dims[dim], size, size)
+    if whole is None or size % whole.devices or not axes.permutes:
+        return False
+    return context.num_readers(eqn.invars[0]) < whole.devices - 1 or whole.devices == 2

@@ -1,0 +1,137 @@
+"""Operations along a dim that is split over devices: what is computed, and what is sent."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.unit.test_sharding import S, assert_same, shared
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+SEQUENCE = np.random.default_rng(3).normal(size=(24, 5))
+BYTES = SEQUENCE.nbytes
+COUNTS = [2, 3, 4, 5, 8]
+"""Of devices; 5 do not divide 24, so that the last one has fewer."""
+
+
+def on_devices(fun, count, *arrays, split=0):
+    """The results of a function of arrays split along a dim, and what is sent."""
+    arrays = [jnp.asarray(array) for array in arrays or (SEQUENCE,)]
+    shardings = tuple(
+        S(*("tensor" if dim == split else None for dim in range(array.ndim))) for array in arrays
+    )
+    got, records, ends = shared(fun, arrays, shardings, count=count)
+    assert_same(got, fun(*arrays))
+    return records, ends
+
+
+def gradient(fun):
+    """The function's gradient, by its first argument."""
+    return jax.grad(lambda *args: jnp.sin(fun(*args)).sum())
+
+
+# --- Cumulative sums and the like -----------------------------------------------------------------
+
+CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", CUMULATIVE)
+def test_the_last_value_of_each_device_is_gathered(name, reverse, count):
+    fun = functools.partial(getattr(jax.lax, name), axis=0, reverse=reverse)
+    records, ends = on_devices(fun, count)
+    assert [(one.kind, one.bytes) for one in records] == [("all-gather", count * BYTES // 24)]
+    assert ends == [S("tensor", None)]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", CUMULATIVE[:4])
+def test_a_cumulative_operation_keeps_its_dtype(name, dtype):
+    """Exactly, of small integers; what is filled up is below or above all of them."""
+    whole = np.random.default_rng(0).integers(1, 3, (10, 2)).astype(dtype)
+    whole = -whole if np.dtype(dtype) == np.int32 else whole
+    for reverse in (False, True):
+        on_devices(functools.partial(getattr(jax.lax, name), axis=0, reverse=reverse), 4, whole)
+
+
+def test_a_cumulative_sum_of_partial_sums_stays_one():
+    def fun(x, y):
+        return jax.lax.cumsum(x.T @ y, axis=0)
+
+    records, ends = on_devices(fun, 4, SEQUENCE, SEQUENCE)
+    assert [(one.kind, one.bytes) for one in records] == [("all-reduce", 5 * 5 * 8)]
+    assert ends == [S(None, None)]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_gradient_of_a_cumulative_sum_is_one(count):
+    records, _ = on_devices(gradient(functools.partial(jax.lax.cumsum, axis=0)), count)
+    assert [one.kind for one in records] == ["all-gather"] * 2
+
+
+# --- Shifts, and what is made of slices and pads --------------------------------------------------
+
+COLUMN = BYTES // 24
+
+
+def shifted(x):
+    """As a token shift is written with a pad."""
+    return jnp.pad(x[:-1], ((1, 0), (0, 0)))
+
+
+def shifted_back(x):
+    return jnp.pad(x[2:], ((0, 2), (0, 0)), constant_values=3)
+
+
+def joined(x):
+    """As it is written with a concatenation."""
+    return jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]])
+
+
+def short_convolution(x):
+    """A sum of shifted slices, as in Mamba."""
+    padded = jnp.pad(x, ((3, 0), (0, 0)))
+    return sum(padded[k : k + 24] * (k + 1) for k in range(4))
+
+
+def recurrence(x):
+    def step(left, right):
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    return jax.lax.associative_scan(step, (jax.nn.sigmoid(x), x))[1]
+
+
+SHIFTS = {
+    "shift": shifted,
+    "back": shifted_back,
+    "joined": joined,
+    "by a pad": lambda x: jax.lax.pad(x, jnp.zeros((), x.dtype), [(1, -1, 0), (0, 0, 0)]),
+    "every second": lambda x: x[1::2],
+    "every third": lambda x: x[2:20:3],
+    "in between": lambda x: jax.lax.pad(x, jnp.ones((), x.dtype), [(1, 2, 1), (0, 0, 0)]),
+    "in between, less": lambda x: jax.lax.pad(x, jnp.ones((), x.dtype), [(-1, -2, 1), (0, 0, 0)]),
+    "all but the first": lambda x: jnp.sin(x[1:]),
+    "short convolution": short_convolution,
+    "differences": lambda x: jnp.diff(x, axis=0),
+    "roll": lambda x: jnp.roll(x, 1, axis=0),
+    "roll back": lambda x: jnp.roll(x, -1, axis=0),
+    "reversed": lambda x: jnp.flip(x, 0),
+    "tail": lambda x: x[-2:],
+    "recurrence": recurrence,
+    "recurrence from the end": lambda x: jax.lax.associative_scan(jnp.add, x, reverse=True),
+}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", SHIFTS)
+def test_a_shift(name, count):
+    on_devices(SHIFTS[name], count)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", SHIFTS)
+def test_the_gradient_of_a_shift(name, count):
+    on_devices(gradient(SHIFTS[name]), count)
