@@ -135,3 +135,65 @@ def test_a_shift(name, count):
 @pytest.mark.parametrize("name", SHIFTS)
 def test_the_gradient_of_a_shift(name, count):
     on_devices(gradient(SHIFTS[name]), count)
+
+
+# --- Convolutions ---------------------------------------------------------------------------------
+
+IMAGE = np.random.default_rng(4).normal(size=(2, 24, 6, 4))
+KERNEL = np.random.default_rng(5).normal(size=(3, 3, 4, 4))
+SPACED = [
+    {"padding": "SAME"},
+    {"padding": ((2, 0), (1, 1))},
+    {"padding": "VALID"},
+    {"padding": "SAME", "window_strides": (2, 1)},
+    {"padding": ((1, 2), (0, 0)), "window_strides": (3, 2)},
+    {"padding": ((2, 2), (2, 2)), "rhs_dilation": (2, 2)},
+    {"padding": ((1, 3), (1, 1)), "lhs_dilation": (2, 1)},
+    {"padding": ((-1, 0), (1, -1))},
+    {"padding": "SAME", "feature_group_count": 4},
+    {"padding": "SAME", "feature_group_count": 2, "window_strides": (2, 2)},
+]
+
+
+def convolved(padding, **fields):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    strides = fields.pop("window_strides", (1, 1))
+
+    def fun(x, kernel):
+        return jax.lax.conv_general_dilated(
+            x, kernel, strides, padding, dimension_numbers=numbers, **fields
+        )
+
+    return fun
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("fields", SPACED, ids=str)
+def test_a_convolution_over_a_split_dim(fields, count):
+    fun, groups = convolved(**fields), fields.get("feature_group_count", 1)
+    kernel = jnp.asarray(KERNEL[:, :, : 4 // groups])
+
+    def both(x):
+        out, back = jax.vjp(fun, x, kernel)
+        return out, *back(jnp.cos(out))
+
+    on_devices(both, count, IMAGE, split=1)
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_what_a_causal_convolution_sends(count, groups):
+    """Two columns, forward and twice backward; the gradient of the kernel is a sum."""
+    fun = convolved(padding=((2, 0), (1, 1)), feature_group_count=groups)
+    kernel = jnp.asarray(KERNEL[:, :, : 4 // groups])
+
+    def both(x):
+        out, back = jax.vjp(fun, x, kernel)
+        return out, *back(jnp.cos(out))
+
+    records, ends = on_devices(both, count, IMAGE, split=1)
+    columns = 2 * IMAGE.nbytes // 24
+    *halos, total = [(one.kind, one.bytes) for one in records]
+    assert halos == [("collective-permute", columns)] * 3
+    assert total == ("all-reduce", kernel.nbytes)
+    assert ends == [S(None, "tensor", None, None)] * 2 + [S(None, None, None, None)]

@@ -60,8 +60,11 @@ def _calls_convolution(eqn: Any) -> bool:
     return is_call(eqn) and holds(called_jaxpr(eqn)[0], "conv_general_dilated")
 
 
-def convolve(eqn: Any, arrays: Sequence[Array]) -> list[Array]:
-    """Evaluate a convolution with the batch first and the channels last."""
+def convolve(eqn: Any, arrays: Sequence[Array], **changed: Any) -> list[Array]:
+    """Evaluate a convolution with the batch first and the channels last.
+
+    `changed`: parameters that are other than in the equation.
+    """
     dims = eqn.params["dimension_numbers"]
     space = len(dims.lhs_spec) - 2
     last = lax.ConvDimensionNumbers(
@@ -70,10 +73,10 @@ def convolve(eqn: Any, arrays: Sequence[Array]) -> list[Array]:
         out_spec=(0, space + 1, *range(1, space + 1)),
     )
     if dims == last:
-        return bind(eqn, arrays)
+        return bind(eqn, arrays, **changed)
     x = jnp.transpose(arrays[0], _order(dims.lhs_spec, last.lhs_spec))
     kernel = jnp.transpose(arrays[1], _order(dims.rhs_spec, last.rhs_spec))
-    (out,) = bind(eqn, [x, kernel], dimension_numbers=last)
+    (out,) = bind(eqn, [x, kernel], dimension_numbers=last, **changed)
     return [jnp.transpose(out, _order(last.out_spec, dims.out_spec))]
 
 

@@ -88,13 +88,13 @@ def _dims_of_table(
 ) -> tuple[Entry, ...]:
     """Return the sharding the table can have that is nearest to the given one.
 
-    Dims that are neither a window, a batch nor an indexed dim are replicated, and so are dims that
-    the shards do not divide.
+    Dims that are neither a window, a batch nor an indexed dim are replicated, and so are those that
+    the shards do not divide, but for batches.
     """
     padded = sharding.indivisible_dims(table.shape, context.axes.sizes)
     known = roles.window.keys() | roles.batch.keys() | roles.indexed.keys()
     return tuple(
-        entry if dim in known and dim not in padded else ()
+        entry if dim in known and (dim not in padded or dim in roles.batch) else ()
         for dim, entry in enumerate(sharding.dims)
     )
 

@@ -1,4 +1,4 @@
-"""Matrix products and convolutions.
+"""Matrix products.
 
 A product may be split over any of its indices. Over a free or a batch index each device computes a
 block of the result and nothing is sent; over a contracted index each device has a partial sum that
@@ -17,6 +17,7 @@ then all bytes, in which a partial sum counts with twice the bytes of its all-re
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,6 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from plurax.jaxpr.convolutions import convolve
 from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import (
     can_stay_partial,
@@ -37,6 +37,9 @@ from plurax.partition.operators.elementwise import only_real
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import Decision, Operand, ValueVersions
 from plurax.sharding.spec import TensorSharding
+
+SUMMED = ("sum", "window")
+"""The kinds of labels over which a product sums; of a convolution also its window."""
 
 
 def dot_general(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
@@ -52,7 +55,9 @@ def dot_general(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
             labels[0][a] = labels[1][b] = (kind, i)
     labels[0] |= {d: ("left", d) for d in range(left_rank) if d not in labels[0]}
     labels[1] |= {d: ("right", d) for d in range(right_rank) if d not in labels[1]}
-    operands, split = match_operands(context, eqn, inputs, labels)
+    operands, split = match_operands(
+        context, eqn, inputs, labels, filled=("sum", "batch", "left", "right")
+    )
     operands, terms = _left_partial(context, eqn, inputs, operands)
     # The result's dims: batch, then the free dims of the left and of the right operand.
     out_labels = [("batch", i) for i in range(len(left_batch))]
@@ -60,7 +65,32 @@ def dot_general(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
     out_labels += [label for _, label in sorted(labels[1].items()) if label[0] == "right"]
     dims = tuple(split.get(label, ()) for label in out_labels)
     summed = frozenset(a for label, axes in split.items() if label[0] == "sum" for a in axes)
-    return decided(context, eqn, inputs, operands, TensorSharding(dims, summed | terms))
+    decision = decided(context, eqn, inputs, operands, TensorSharding(dims, summed | terms))
+    return _of_real(context, eqn, decision, (left_sum, right_sum))
+
+
+def _of_real(
+    context: RuleContext, eqn: Any, decision: Decision, sums: Sequence[Sequence[int]]
+) -> Decision:
+    """Return a product without what fills up the last shards of a dim that it sums over."""
+    sizes = context.axes.sizes
+    filled = [
+        [d for d in one.sharding.indivisible_dims(one.versions.shape, sizes) if d in dims]
+        for one, dims in zip(decision.operands, sums, strict=True)
+    ]
+    if not any(filled):
+        return decision
+
+    def execute(*shards: Array) -> list[Array]:
+        # Of both: what is filled up may be anything, and zero times that is no zero.
+        real = list(shards)
+        for place, (one, dims) in enumerate(zip(decision.operands, filled, strict=True)):
+            for d in dims:
+                shape = one.versions.shape
+                real[place] = only_real(context.axes, one.sharding, shape, real[place], d)
+        return bind(eqn, real)
+
+    return dataclasses.replace(decision, execute=execute)
 
 
 def _left_partial(
@@ -133,12 +163,18 @@ def _unflattened(versions: ValueVersions, shape: tuple[int, ...]) -> ValueVersio
 
 
 def match_operands(
-    context: RuleContext, eqn: Any, inputs: list[ValueVersions], labels: Sequence[dict[int, Any]]
+    context: RuleContext,
+    eqn: Any,
+    inputs: list[ValueVersions],
+    labels: Sequence[dict[int, Any]],
+    *,
+    filled: Sequence[str] = (),
 ) -> tuple[list[Operand], dict[Any, tuple[str, ...]]]:
     """Decide on shardings of both operands in which dims with equal labels have equal axes.
 
     **Arguments:** `labels`, for each operand the label of each dim: equal labels are one index,
-    None is a dim that must be replicated.
+    None is a dim that must be replicated; `filled`, the kinds of labels of which devices need not
+    divide the dims of activations.
 
     **Returns:** both operands, and the axes that split each label.
     """
@@ -159,7 +195,8 @@ def match_operands(
                     if free and labels[second][dim] is not None and labels[second][dim] not in both:
                         both[labels[second][dim]] = free
                 proposals.append(both)
-    best = min(proposals, key=lambda split: _matching_cost(context, eqn, inputs, labels, split))
+    cost = functools.partial(_matching_cost, context, eqn, inputs, labels, filled)
+    best = min(proposals, key=cost)
     operands = [
         Operand(versions, (_as_labelled(versions, label, best),))
         for versions, label in zip(inputs, labels, strict=True)
@@ -187,6 +224,7 @@ def _matching_cost(
     eqn: Any,
     inputs: list[ValueVersions],
     labels: Any,
+    filled: Sequence[str],
     split: dict[Any, tuple[str, ...]],
 ) -> tuple[float, float, float]:
     """Return a sort key: bytes to reshard parameters, all bytes with the reduction, -shards.
@@ -198,8 +236,9 @@ def _matching_cost(
         target = _as_labelled(versions, label, split)
         if context.as_given:
             of_params += context.first(versions).sharding != target
-        # Shards with padding are not allowed: the padding would enter the contraction.
-        if target.indivisible_dims(versions.shape, context.axes.sizes):
+        # But where what fills up the last shard is known not to.
+        indivisible = target.indivisible_dims(versions.shape, context.axes.sizes)
+        if any(versions.is_param or label[dim][0] not in filled for dim in indivisible):
             return math.inf, math.inf, 0.0
         # The resharded version is kept: several readers share its cost.
         cost = context.cost(versions, target) / context.num_readers(atom)
@@ -207,34 +246,8 @@ def _matching_cost(
         if not versions.deferred and versions.is_param:
             of_params += cost
     num_shards = context.axes.size([axis for entry in split.values() for axis in entry])
-    terms = context.axes.size([a for label, e in split.items() if label[0] == "sum" for a in e])
+    terms = context.axes.size([a for label, e in split.items() if label[0] in SUMMED for a in e])
     out = eqn.outvars[0].aval
     size = math.prod(out.shape) * out.dtype.itemsize / (num_shards / terms)
     # Twice what the all-reduce sends: until then each device holds a term of the result's size.
     return of_params, moved + 4 * size * (terms - 1) / terms, -num_shards
-
-
-def convolution(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
-    """Convolve with batch and channels split; spatial dims and grouped dims are replicated."""
-    numbers = eqn.params["dimension_numbers"]
-    by_feature = eqn.params["feature_group_count"] > 1
-    by_batch = eqn.params["batch_group_count"] > 1
-    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    # Spatial dims are None: neighbors in an image would have to be exchanged between devices.
-    labels: list[dict[int, Any]] = [dict.fromkeys(lhs), dict.fromkeys(rhs)]
-    if not by_batch:
-        labels[0][lhs[0]] = ("batch", 0)
-    if not by_feature:
-        labels[0][lhs[1]] = labels[1][rhs[1]] = ("sum", 0)
-    if not by_batch and not by_feature:
-        labels[1][rhs[0]] = ("right", 0)
-    operands, split = match_operands(context, eqn, inputs, labels)
-    dims: list[tuple[str, ...]] = [()] * len(out)
-    dims[out[0]], dims[out[1]] = split.get(("batch", 0), ()), split.get(("right", 0), ())
-    summed = frozenset(split.get(("sum", 0), ()))
-    decision = decided(context, eqn, inputs, operands, TensorSharding(tuple(dims), summed))
-
-    def execute(*shards: Array) -> list[Array]:
-        return convolve(eqn, shards) if context.axes.on_cpu else bind(eqn, shards)
-
-    return dataclasses.replace(decision, execute=execute)
