@@ -32,6 +32,7 @@ from plurax.partition.values import (
     DeferredValue,
     Operand,
     Output,
+    Sent,
     ShardedValue,
     ValueVersions,
 )
@@ -108,16 +109,26 @@ class Resharder:
         values = [self._operand(operand) for operand in decision.operands]
         if decision.defer is not None:
             return [decision.defer(values)]
-        for one in decision.sent:
-            n, over = self.axes.size(one.axes), self.axes.mesh_axes(one.axes)
-            self._record(one.kind, over, one.bytes(n), one.bytes_sent(n))
+        self._record_sent(decision.sent)
         shards = [value.array for value in values]
         return [*self.run(decision.execute, shards, decision.outputs, decision.product)]
 
     def _operand(self, operand: Operand) -> ShardedValue:
         for sharding in operand.path:
             value = self.reshard(operand.versions, sharding)
-        return value
+        return value if operand.windows is None else self._window(operand, value)
+
+    def _window(self, operand: Operand, value: ShardedValue) -> ShardedValue:
+        """Return the places that a device reads of a value, its neighbours' too."""
+        windows, shape = operand.windows, value.array.shape
+        known, key = operand.versions.windows, (value.sharding, windows)
+        if key not in known:
+            self._record_sent(windows.sent(self.context, shape, value.dtype))
+            array = jax.ShapeDtypeStruct(windows.shape(shape), value.dtype)
+            spec = dataclasses.replace(value, array=array)
+            read = self.run(lambda array: [windows.read(self.axes, array)], [value.array], [spec])
+            known[key] = read[0]
+        return known[key]
 
     # --- Resharding -------------------------------------------------------------------------------
 
@@ -228,6 +239,11 @@ class Resharder:
         first, axes = steps[0], self.axes.mesh_axes(steps[0].axes)
         size, bytes_sent = sum(step.bytes for step in steps), sum(step.bytes_sent for step in steps)
         self._record(first.kind, axes, size, bytes_sent)
+
+    def _record_sent(self, sent: Sequence[Sent]) -> None:
+        for one in sent:
+            n, over = self.axes.size(one.axes), self.axes.mesh_axes(one.axes)
+            self._record(one.kind, over, one.bytes(n), one.bytes_sent(n))
 
     def record_permute(self, axis: str, shard: Any) -> None:
         """Record that a device sends a shard to another along an axis."""

@@ -171,14 +171,16 @@ def is_sharded_value(node: Any) -> bool:
 class ValueVersions:
     """One variable's value, in each sharding to which it has been brought.
 
-    **Attributes:** `values`, the versions, the first one as computed; `pinned`, whether the plan
-    pins this sharding for its reader.
+    **Attributes:** `values`, the versions, the first one as computed; `windows`, what devices read
+    of them, with their neighbours' places; `pinned`, whether the plan pins this sharding for its
+    reader.
     """
 
     def __init__(self, value: Output, *, pinned: bool = False) -> None:
         self.pinned = pinned
         self._deferred = value if isinstance(value, DeferredValue) else None
         self.values = [] if isinstance(value, DeferredValue) else [value]
+        self.windows: dict[Any, ShardedValue] = {}
 
     @property
     def _any(self) -> Output:
@@ -244,11 +246,13 @@ class Operand:
 
     **Fields:** `versions`, the operand; `path`, the shardings to which it is resharded one after
     another. Each is kept as a version, so that later equations find, for example, a partial sum
-    reduced, and not only reduced and gathered.
+    reduced, and not only reduced and gathered; `windows`, the places that a device reads of it
+    (`operators/windows.py`) where these are not just its own, kept as well.
     """
 
     versions: ValueVersions
     path: tuple[TensorSharding, ...]
+    windows: Any = None
 
     @property
     def sharding(self) -> TensorSharding:

@@ -245,7 +245,12 @@ def _strategy(
     ]
     read = sum(math.prod(s) * one.itemsize for s, one in zip(shapes, operands, strict=True))
     written = sum(one.array.size * one.dtype.itemsize for one in decision.outputs)
-    sent = tuple((one.kind, one.axes, one.bytes_sent(axes.size(one.axes))) for one in decision.sent)
+    collectives = list(decision.sent)
+    for one in decision.operands:
+        if one.windows is not None:
+            shape = one.sharding.shard_shape(one.versions.shape, axes.sizes)
+            collectives += one.windows.sent(RuleContext(axes), shape, one.versions.dtype)
+    sent = tuple((one.kind, one.axes, one.bytes_sent(axes.size(one.axes))) for one in collectives)
     return ShardStrategy(
         taken,
         tuple(one.sharding for one in decision.outputs),

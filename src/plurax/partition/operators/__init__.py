@@ -73,7 +73,7 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(FUSED_ATTENTION, attention.fused_attention),
     "sort": shape_ops.single_dim_rule("dimension"),
-    "split": shape_ops.single_dim_rule("axis"),
+    "split": shifts.split,
     "top_k": shape_ops.single_dim_rule("axis"),
     "lu_pivots_to_permutation": shape_ops.single_dim_rule("", last=True),
     "dot_general": products.dot_general,

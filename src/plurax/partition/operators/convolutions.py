@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from plurax.jaxpr.convolutions import convolve
 from plurax.jaxpr.interpret import bind
-from plurax.partition.operators.common import decided, local_shape
+from plurax.partition.operators.common import decided
 from plurax.partition.operators.products import SUMMED, match_operands
 from plurax.partition.operators.windows import Window, Windows, is_cheap, window
 from plurax.partition.rule_context import RuleContext
@@ -63,15 +63,15 @@ def convolution(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
     changed = _without_padding(eqn, [place for _, place in read])
     sharding = TensorSharding(tuple(dims), summed)
     decision = decided(context, eqn, inputs, operands, sharding)
-    windows = Windows({lhs[place + 2]: one for (_, place), one in read.items()})
+    if read:
+        windows = Windows(tuple((lhs[place + 2], one) for (_, place), one in read.items()))
+        operands = [dataclasses.replace(operands[0], windows=windows), *operands[1:]]
 
-    def execute(array: Array, kernel: Array) -> list[Array]:
-        arrays = [windows.read(context.axes, array), kernel]
+    def execute(*arrays: Array) -> list[Array]:
         apply = convolve if context.axes.on_cpu else bind
         return apply(eqn, arrays, **changed)
 
-    sent = windows.sent(context, local_shape(context, operands[0]), inputs[0].dtype)
-    return dataclasses.replace(decision, execute=execute, sent=sent)
+    return dataclasses.replace(decision, operands=tuple(operands), execute=execute)
 
 
 def _window(

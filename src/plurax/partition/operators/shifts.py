@@ -14,7 +14,7 @@ the last token, the device that has them gives them to all, a partial sum.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -30,10 +30,12 @@ from plurax.partition.operators.common import (
     decided,
     local_shape,
     maybe_partial,
+    result,
     to_sharding,
     with_replicated,
     with_rows_split,
 )
+from plurax.partition.operators.shape_ops import single_dim_rule
 from plurax.partition.operators.windows import Window, Windows
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import Decision, Operand, Sent, ValueVersions
@@ -41,67 +43,79 @@ from plurax.sharding.reshard import moved
 from plurax.sharding.spec import TensorSharding
 
 
-def _reading(
-    context: RuleContext,
-    atom: Any,
-    versions: ValueVersions,
-    have: TensorSharding,
-    made: dict[int, Window | None],
-) -> Windows:
-    """Return the windows of those dims in which they are cheap."""
-    return Windows(
-        {
-            dim: one
-            for dim, one in made.items()
-            if have.dims[dim] and one and windows.is_cheap(context, atom, versions, one)
-        }
-    )
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Some places of a value: the operand, the sharding of the result, how it is computed."""
+
+    operand: Operand
+    sharding: TensorSharding
+    execute: Callable[[Array], Array]
+
+
+def _part(
+    context: RuleContext, atom: Any, versions: ValueVersions, places: Mapping[int, range]
+) -> _Part:
+    """Return what a device has of the places in some dims."""
+    have, shape = maybe_partial(context, atom, versions), versions.shape
+    reads, few = {}, []
+    for d, own in places.items():
+        entry, start, step = have.dims[d], own.start, own.step
+        one = windows.window(context, entry, shape[d], len(own), first=start, stride=step)
+        if one is not None and windows.is_cheap(context, atom, versions, one):
+            reads[d] = one
+        elif _is_few(context, atom, versions, have, d, len(own)):
+            few.append(d)
+    operand = with_replicated(versions, have, [d for d in places if d not in (*reads, *few)])
+    if reads:
+        operand = dataclasses.replace(operand, windows=Windows(tuple(reads.items())))
+    entries = tuple(() if d in few else entry for d, entry in enumerate(operand.sharding.dims))
+    partial = operand.sharding.partial | {a for d in few for a in have.dims[d]}
+
+    def execute(array: Array) -> Array:
+        for d, own in places.items():
+            if d in few:
+                array = _few(context, array, have.dims[d], d, own)
+            elif d in reads:
+                array = lax.slice_in_dim(array, 0, None, own.step, d)
+            else:
+                array = lax.slice_in_dim(array, own.start, own.stop, own.step, d)
+        return array
+
+    return _Part(operand, TensorSharding(entries, partial), execute)
 
 
 def slice_(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Slice dims: split ones by windows, or a partial sum of a few entries, or replicated first."""
-    params, (versions,), out = eqn.params, inputs, eqn.outvars[0].aval.shape
-    shape, atom = versions.shape, eqn.invars[0]
-    strides = params["strides"] or (1,) * len(shape)
-    bounds = list(zip(params["start_indices"], params["limit_indices"], strides, strict=True))
-    cut = [d for d, bound in enumerate(bounds) if bound != (0, shape[d], 1)]
-    have = maybe_partial(context, atom, versions)
-    reads = _reading(context, atom, versions, have, {
-        d: windows.window(
-            context, have.dims[d], shape[d], out[d], first=bounds[d][0], stride=strides[d]
-        )
-        for d in cut
-    })  # fmt: skip
-    few = [d for d in cut if d not in reads.dims and _is_few(context, atom, versions, have, d, out)]
-    operand = with_replicated(versions, have, [d for d in cut if d not in (*reads.dims, *few)])
-    local = local_shape(context, operand)
-    # Along split dims the whole shard is taken.
-    whole = [d not in cut or d in reads.dims or d in few for d in range(len(shape))]
-    starts, limits, steps = (
-        tuple(same if whole[d] else bounds[d][n] for d, same in enumerate(sames))
-        for n, sames in enumerate(([0] * len(shape), local, [1] * len(shape)))
-    )
-    partial = operand.sharding.partial | {a for d in few for a in have.dims[d]}
-    sharding = TensorSharding(
-        tuple(() if d in few else entry for d, entry in enumerate(operand.sharding.dims)), partial
-    )
-    decision = decided(context, eqn, inputs, [operand], sharding)
-    before = [
-        out[d] if d in few else -(-(limits[d] - starts[d]) // steps[d]) for d in range(len(shape))
+    params, (versions,) = eqn.params, inputs
+    strides = params["strides"] or (1,) * len(versions.shape)
+    bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    places = {d: range(*bound) for d, bound in enumerate(bounds)}
+    cut = {d: own for d, own in places.items() if own != range(versions.shape[d])}
+    part = _part(context, eqn.invars[0], versions, cut)
+    decision = decided(context, eqn, inputs, [part.operand], part.sharding)
+    decision = dataclasses.replace(decision, execute=lambda array: [part.execute(array)])
+    return with_rows_split(context, decision, part.operand.path[0])
+
+
+def split(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
+    """Split a value into slices along one dim, which is replicated where one needs all of it."""
+    (versions,), dim = inputs, eqn.params["axis"]
+    ends = list(itertools.accumulate(eqn.params["sizes"]))
+    starts = [0, *ends[:-1]]
+    parts = [
+        _part(context, eqn.invars[0], versions, {dim: range(start, end)})
+        for start, end in zip(starts, ends, strict=True)
     ]
+    if not all(part.operand.sharding.dims[dim] for part in parts):
+        return single_dim_rule("axis")(context, eqn, inputs)
+    outputs = tuple(
+        result(context, eqn, inputs, part.sharding, index) for index, part in enumerate(parts)
+    )
 
-    def execute(array: Array) -> list[Array]:
-        array = lax.slice(array, starts, limits, steps)
-        for d in few:
-            array = _few(context, array, have.dims[d], d, range(*bounds[d]))
-        array = reads.read(context.axes, array)
-        for d in reads.dims:
-            array = lax.slice_in_dim(array, 0, None, strides[d], d)
-        return [array]
+    def execute(*arrays: Array) -> list[Array]:
+        return [part.execute(array) for part, array in zip(parts, arrays, strict=True)]
 
-    sent = reads.sent(context, before, versions.dtype)
-    decision = dataclasses.replace(decision, execute=execute, sent=sent)
-    return with_rows_split(context, decision, operand.path[0])
+    return Decision(tuple(part.operand for part in parts), outputs, execute)
 
 
 def _is_few(
@@ -110,7 +124,7 @@ def _is_few(
     versions: ValueVersions,
     have: TensorSharding,
     dim: int,
-    out: Sequence[int],
+    count: int,
 ) -> bool:
     """Whether a sum of what devices have of some entries is less than all entries gathered."""
     number = jnp.issubdtype(versions.dtype, jnp.number)
@@ -118,7 +132,7 @@ def _is_few(
         return False
     if versions.is_param and context.of_parameters(context.first(versions)):
         return False
-    return 0 < 2 * out[dim] * context.num_readers(atom) < versions.shape[dim]
+    return 0 < 2 * count * context.num_readers(atom) < versions.shape[dim]
 
 
 def _few(
@@ -141,26 +155,28 @@ def pad(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision
     padded = [d for d, edge in enumerate(config) if tuple(edge) != (0, 0, 0)]
     # The padding value is added on every device, so a partial sum would count it several times.
     have = context.reduced(versions)
-    reads = _reading(context, eqn.invars[0], versions, have, {
-        d: windows.window(
-            context, have.dims[d], versions.shape[d], out[d],
-            first=-config[d][0], dilation=config[d][2] + 1,
+    reads: dict[int, Window] = {}
+    for d in padded:
+        low, _, between = config[d]
+        one = windows.window(
+            context, have.dims[d], versions.shape[d], out[d], first=-low, dilation=between + 1
         )
-        for d in padded
-    })  # fmt: skip
-    operand = with_replicated(versions, have, [d for d in padded if d not in reads.dims])
+        if one is not None and windows.is_cheap(context, eqn.invars[0], versions, one):
+            reads[d] = one
+    operand = with_replicated(versions, have, [d for d in padded if d not in reads])
+    window = Windows(tuple(reads.items()))
     operands = [operand, Operand(fill, (TensorSharding(()),))]
     decision = decided(context, eqn, inputs, operands, operand.sharding)
-    rest = tuple((0, 0, 0) if d in reads.dims else edge for d, edge in enumerate(config))
+    rest = tuple((0, 0, 0) if d in reads else edge for d, edge in enumerate(config))
     before = [
         max(0, size + low + high + max(0, size - 1) * between)
         for size, (low, high, between) in zip(local_shape(context, operand), rest, strict=True)
     ]
 
     def execute(array: Array, fill: Array) -> list[Array]:
-        return [reads.read(context.axes, lax.pad(array, fill, rest), fill)]
+        return [window.read(context.axes, lax.pad(array, fill, rest), fill)]
 
-    sent = reads.sent(context, before, versions.dtype)
+    sent = tuple(window.sent(context, before, versions.dtype))
     decision = dataclasses.replace(decision, execute=execute, sent=sent)
     return with_rows_split(context, decision, operand.path[0])
 
@@ -176,33 +192,23 @@ def concatenate(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
         target = before.with_dim(dim, ())
         decision = decided(context, eqn, inputs, to_sharding(inputs, target), target)
         return with_rows_split(context, decision, before)
+    whole = before.with_dim(dim, ())
     operands = [
-        Operand(one, (before if part.split else before.with_dim(dim, ()),))
+        Operand(one, (before if part.split else whole,), Windows(((dim, part),)))
         for one, part in zip(inputs, parts, strict=True)
     ]
     ends = list(itertools.accumulate(part.size for part in parts))
-    shapes = [local_shape(context, operand) for operand in operands]
-    dtype = eqn.outvars[0].aval.dtype
-    sent = [
-        one
-        for part, shape in zip(parts, shapes, strict=True)
-        for one in part.sent(context, shape, dtype, dim)
-    ]
+    step, (axis,) = parts[0].step, before.dims[dim]
 
     def execute(*arrays: Array) -> list[Array]:
-        zero, result = jnp.zeros((), dtype), None
-        for part, array, end in zip(parts, arrays, ends, strict=True):
-            own = part.read(context.axes, array, dim, zero)
-            if result is None:
-                result = own
-                continue
-            place = lax.broadcasted_iota(jnp.int32, own.shape, dim)
-            place += lax.axis_index(part.axis) * part.step
-            result = jnp.where(place < end - part.size, result, own)
-        return [result]
+        joined = arrays[0]
+        place = lax.broadcasted_iota(jnp.int32, joined.shape, dim) + lax.axis_index(axis) * step
+        for array, begin in zip(arrays[1:], ends, strict=False):
+            joined = jnp.where(place < begin, joined, array)
+        return [joined]
 
     decision = decided(context, eqn, inputs, operands, before)
-    return dataclasses.replace(decision, execute=execute, sent=tuple(sent))
+    return dataclasses.replace(decision, execute=execute)
 
 
 def _parts(

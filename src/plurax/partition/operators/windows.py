@@ -216,21 +216,30 @@ def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The windows of several dims of one operand, read one after another."""
+    """The windows of several dims of one operand, read one after another.
 
-    dims: dict[int, Window]
+    **Fields:** `dims`, pairs of a dim and its window.
+    """
 
-    def sent(self, context: RuleContext, shape: Sequence[int], dtype: Any) -> tuple[Sent, ...]:
+    dims: tuple[tuple[int, Window], ...]
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of what is read of shards of a shape."""
+        for dim, one in self.dims:
+            shape = _with(shape, dim, one.width)
+        return tuple(shape)
+
+    def sent(self, context: RuleContext, shape: Sequence[int], dtype: Any) -> list[Sent]:
         """Return what is sent, for a source whose shards have this shape."""
         sent: list[Sent] = []
-        for dim, one in self.dims.items():
+        for dim, one in self.dims:
             sent += one.sent(context, shape, dtype, dim)
             shape = _with(shape, dim, one.width)
-        return tuple(sent)
+        return sent
 
     def read(self, axes: Axes, array: Array, fill: Array | None = None) -> Array:
         """Return the places that this device reads; those outside of the source are `fill`."""
         fill = jnp.zeros((), array.dtype) if fill is None else fill
-        for dim, one in self.dims.items():
+        for dim, one in self.dims:
             array = one.read(axes, array, dim, fill)
         return array
