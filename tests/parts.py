@@ -17,7 +17,8 @@ PARTS = {
         tests/absent tests/hlo tests/parity tests/zoo batch batch_minor batch_size compact_layout
         convolutions compiler_options coupling drawn_programs export_predict fit hooks host_calls
         hyperparams jaxpr large_numbers liveness loop_constants hlo_text machine masked_queries
-        token_order measured metrics plan planned population read_ahead recorded_collectives remat
+        token_order split_sequences measured metrics plan planned population read_ahead
+        recorded_collectives remat
         replicas resample schedules sharding stages step stream sweep targets task uncertainty
         verify work weights terminal
         user_frames argument_check error_texts mistakes reading replacing distributed yardstick""",

@@ -14,8 +14,9 @@ They begin where an operation makes them of something else, and there they are s
     loss = mean(-log q)            (B,)              partial sums over context
 
 Parameters are not split: what meets tokens split over devices is cut there, without communication.
-An operation that asks for the places of tokens, such as a convolution or a cumulative sum, gets all
-of them, in the order of their places.
+An operation that asks for the places of tokens, such as a convolution or a cumulative sum, gets
+them in the order of their places: where that is the order of all, the partitioner lets devices
+exchange edges, else all are gathered.
 """
 
 import functools
@@ -88,6 +89,21 @@ def same_index(eqn: Any, parts: int) -> Iterator[tuple[Place, Place]]:
         yield from equal_dims(eqn)
     if name == "reshape":
         yield from (((0, d), (1, other)) for d, other in _outer_dims(shapes[0], shapes[1], parts))
+
+
+def same_pieces(eqn: Any) -> Iterator[tuple[Place, Place]]:
+    """Yield the pairs of dims of which a device computes its piece from its own and a little more.
+
+    Places are asked for: of another order the pieces are not these.
+    """
+    name, params, out = eqn.primitive.name, eqn.params, len(eqn.invars)
+    if name.startswith("cum"):
+        yield (0, params["axis"]), (out, params["axis"])
+    elif name == "conv_general_dilated":
+        numbers, result = params["dimension_numbers"], shape_of(eqn.outvars[0])
+        for dim, to in zip(numbers.lhs_spec[2:], numbers.out_spec[2:], strict=True):
+            if shape_of(eqn.invars[0])[dim] == result[to]:
+                yield (0, dim), (out, to)
 
 
 def _outer_dims(old: Sequence[int], new: Sequence[int], parts: int) -> Iterator[tuple[int, int]]:
@@ -192,7 +208,10 @@ class _Dims:
         if inner_jaxprs(eqn) or eqn.effects:
             return []
         is_mark = self._ordered and isinstance(eqn.params.get("tag"), OrderMark)
-        return [] if is_mark else list(same_index(eqn, self._parts))
+        if is_mark:
+            return []
+        pieces = [] if self._ordered else same_pieces(eqn)
+        return [*same_index(eqn, self._parts), *pieces]
 
     def opened(self, eqn: Any) -> Any:
         """Return the body of a loop, of a rematerialized call, or of one with a derivative of its
@@ -363,6 +382,11 @@ class _Evaluation:
         ordered, split = self._ordered.beginning(eqn), self._split.beginning(eqn)
         if self._is_placed(eqn, ordered):
             return [self._placed(eqn, operands, ordered[0], split[0])]
+        # What is put in order there is split there, too.
+        split = [
+            own | (dims & self._split.of(var))
+            for var, own, dims in zip(eqn.outvars, split, ordered, strict=True)
+        ]
         begin = zip(eqn.outvars, bind(eqn, operands), ordered, split, strict=True)
         return [self._begun(*each) for each in begin]
 

@@ -49,6 +49,7 @@ from plurax.jaxpr.compat import ANNOTATIONS, REMAT, called_jaxpr, is_recomputed,
 from plurax.jaxpr.expert_rows import AT_EXPERTS
 from plurax.jaxpr.interpret import flat_equations, holds, needed, source_line
 from plurax.jaxpr.loop_constants import broadcasts_inside
+from plurax.jaxpr.slices import of_whole
 from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.branches import Branches, cpu_branch
@@ -163,6 +164,7 @@ class Partitioner(Resharder):
         results, effects = flat.results, {id(eqn) for eqn in flat.eqns if eqn.effects}
         eqns = needed(flat.eqns, results, here, effects)
         eqns = flat.replaced(broadcasts_inside(eqns, results))
+        eqns = flat.replaced(of_whole(eqns, results))
         goal = {
             var: target
             for var, target in zip(results, wanted or (), strict=False)

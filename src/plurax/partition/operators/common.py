@@ -100,19 +100,17 @@ def whole(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decisi
     return dataclasses.replace(by_default(context, eqn, inputs), without_rule=False)
 
 
-def fitting(versions: ValueVersions, target: TensorSharding) -> TensorSharding:
-    """Return an operand's sharding for a result sharded as `target`.
+def fitting(
+    versions: ValueVersions, target: TensorSharding, result: Sequence[int]
+) -> TensorSharding:
+    """Return an operand's sharding for a result of a shape that is sharded as `target`.
 
-    Scalars are replicated, and so are dims of size 1, which broadcast.
+    Scalars are replicated, and so are dims of size 1 that broadcast.
     """
     if not versions.shape:
         return TensorSharding(())
-    return TensorSharding(
-        tuple(
-            entry if size > 1 else ()
-            for size, entry in zip(versions.shape, target.dims, strict=True)
-        )
-    )
+    sizes = zip(versions.shape, result, target.dims, strict=True)
+    return TensorSharding(tuple(entry if size == whole else () for size, whole, entry in sizes))
 
 
 def common_sharding(
@@ -124,9 +122,11 @@ def common_sharding(
     sharding with the most shards wins.
     """
     rank = max(len(one.shape) for one in inputs)
-    known = [one for one in inputs if not one.deferred and len(one.shape) == rank]
+    ranked = [one for one in inputs if len(one.shape) == rank]
+    known = [one for one in ranked if not one.deferred]
     # Partial sums are candidates in their reduced form.
     options = {TensorSharding(value.sharding.dims) for one in known for value in one.values}
+    shape = [max(sizes) for sizes in zip(*(one.shape for one in ranked), strict=True)]
     options = options or {
         one.deferred.free for one in inputs if one.deferred and one.deferred.free is not None
     }
@@ -139,7 +139,7 @@ def common_sharding(
         total = 0.0
         for one in known:
             still = kept & one.value.sharding.partial
-            total += context.cost(one, TensorSharding(fitting(one, option).dims, still))
+            total += context.cost(one, TensorSharding(fitting(one, option, shape).dims, still))
         return total, -context.axes.size(option.axes)
 
     allowed = [option for option in options if not kept & set(option.axes)]

@@ -57,8 +57,8 @@ def elementwise(
     for atom, versions in zip(eqn.invars, inputs, strict=True):
         # A partial sum that other equations read too is reduced, even if the others stay partial.
         stays = not versions.deferred and can_stay_partial(context, atom, versions)
-        sharding = TensorSharding(fitting(versions, target).dims, kept if stays else frozenset())
-        operands.append(Operand(versions, (sharding,)))
+        dims = fitting(versions, target, aval.shape).dims
+        operands.append(Operand(versions, (TensorSharding(dims, kept if stays else frozenset()),)))
     return decided(context, eqn, inputs, operands, TensorSharding(target.dims, kept))
 
 

@@ -57,7 +57,9 @@ def by_own_rows(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
         return None
     operands = [Operand(own.sizes, (TensorSharding.replicated(1),))]
     for versions in inputs:
-        target = fitting(versions, TensorSharding(dims)) if any(dims) else _whole(versions)
+        target = _whole(versions)
+        if any(dims):
+            target = fitting(versions, TensorSharding(dims), inputs[place].shape)
         if owner(versions) is not None:
             have = versions.value.sharding
             if owner(versions) != own or have.dims != dims:

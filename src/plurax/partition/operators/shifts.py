@@ -57,7 +57,7 @@ def _part(
 ) -> _Part:
     """Return what a device has of the places in some dims."""
     have, shape = maybe_partial(context, atom, versions), versions.shape
-    reads, few = {}, []
+    reads, few, none = {}, [], [d for d, own in places.items() if not own]
     for d, own in places.items():
         entry, start, step = have.dims[d], own.start, own.step
         one = windows.window(context, entry, shape[d], len(own), first=start, stride=step)
@@ -65,10 +65,12 @@ def _part(
             reads[d] = one
         elif _is_few(context, atom, versions, have, d, len(own)):
             few.append(d)
-    operand = with_replicated(versions, have, [d for d in places if d not in (*reads, *few)])
+    operand = with_replicated(versions, have, [d for d in places if d not in (*reads, *few, *none)])
     if reads:
         operand = dataclasses.replace(operand, windows=Windows(tuple(reads.items())))
-    entries = tuple(() if d in few else entry for d, entry in enumerate(operand.sharding.dims))
+    entries = tuple(
+        () if d in (*few, *none) else entry for d, entry in enumerate(operand.sharding.dims)
+    )
     partial = operand.sharding.partial | {a for d in few for a in have.dims[d]}
 
     def execute(array: Array) -> Array:
@@ -77,6 +79,8 @@ def _part(
                 array = _few(context, array, have.dims[d], d, own)
             elif d in reads:
                 array = lax.slice_in_dim(array, 0, None, own.step, d)
+            elif d in none:
+                array = lax.slice_in_dim(array, 0, 0, axis=d)
             else:
                 array = lax.slice_in_dim(array, own.start, own.stop, own.step, d)
         return array
@@ -186,7 +190,11 @@ def concatenate(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
 
     The other dims match in all operands.
     """
-    before, dim = common_sharding(context, created(inputs)), eqn.params["dimension"]
+    dim = eqn.params["dimension"]
+    some = [place for place, one in enumerate(inputs) if one.shape[dim]] or [0]
+    eqn = eqn.replace(invars=[eqn.invars[place] for place in some])
+    inputs = [inputs[place] for place in some]
+    before = common_sharding(context, created(inputs))
     parts = _parts(context, eqn, inputs, before.dims[dim]) if before.dims[dim] else None
     if parts is None:
         target = before.with_dim(dim, ())

@@ -197,7 +197,9 @@ def window(
         entry[0], count, split, size, first, stride * own, stride * (own - 1) + 1 + more,
         first + stride * (result - 1) + 1 + more, dilation,
     )  # fmt: skip
-    return reads if not split or max(reads.halos) <= -(-size // count) else None
+    # Of less than one for each second device all get all, once.
+    least, most = 2 * result > count, max(reads.halos) <= -(-size // count)
+    return reads if not any(reads.halos) or (least and most) else None
 
 
 def is_cheap(context: RuleContext, atom: Any, versions: ValueVersions, reads: Window) -> bool:
