@@ -30,9 +30,9 @@ from plurax.partition.scopes import reason_scope
 from plurax.partition.values import (
     Decision,
     DeferredValue,
+    InnerCollective,
     Operand,
     Output,
-    Sent,
     ShardedValue,
     ValueVersions,
 )
@@ -116,17 +116,17 @@ class Resharder:
     def _operand(self, operand: Operand) -> ShardedValue:
         for sharding in operand.path:
             value = self.reshard(operand.versions, sharding)
-        return value if operand.windows is None else self._window(operand, value)
+        return value if operand.halos is None else self._with_halos(operand, value)
 
-    def _window(self, operand: Operand, value: ShardedValue) -> ShardedValue:
+    def _with_halos(self, operand: Operand, value: ShardedValue) -> ShardedValue:
         """Return the places that a device reads of a value, its neighbours' too."""
-        windows, shape = operand.windows, value.array.shape
-        known, key = operand.versions.windows, (value.sharding, windows)
+        halos, shape = operand.halos, value.array.shape
+        known, key = operand.versions.with_halos, (value.sharding, halos)
         if key not in known:
-            self._record_sent(windows.sent(self.context, shape, value.dtype))
-            array = jax.ShapeDtypeStruct(windows.shape(shape), value.dtype)
+            self._record_sent(halos.sent(self.context, shape, value.dtype))
+            array = jax.ShapeDtypeStruct(halos.shape(shape), value.dtype)
             spec = dataclasses.replace(value, array=array)
-            read = self.run(lambda array: [windows.read(self.axes, array)], [value.array], [spec])
+            read = self.run(lambda array: [halos.read(self.axes, array)], [value.array], [spec])
             known[key] = read[0]
         return known[key]
 
@@ -240,7 +240,7 @@ class Resharder:
         size, bytes_sent = sum(step.bytes for step in steps), sum(step.bytes_sent for step in steps)
         self._record(first.kind, axes, size, bytes_sent)
 
-    def _record_sent(self, sent: Sequence[Sent]) -> None:
+    def _record_sent(self, sent: Sequence[InnerCollective]) -> None:
         for one in sent:
             n, over = self.axes.size(one.axes), self.axes.mesh_axes(one.axes)
             self._record(one.kind, over, one.bytes(n), one.bytes_sent(n))

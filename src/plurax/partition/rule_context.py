@@ -93,6 +93,10 @@ class RuleContext:
                 return value.sharding
         return TensorSharding(self.first(versions).sharding.dims)
 
+    def is_filled(self, value: ShardedValue) -> bool:
+        """Whether devices do not divide a dim of a value, whose last shards are filled up."""
+        return bool(value.sharding.indivisible_dims(value.shape, self.axes.sizes))
+
     def of_rows(self, value: ShardedValue) -> bool:
         """Whether a value depends on the batch, so that parameters are gathered to meet it."""
         return value.data_varying or (self.joint and not value.is_param)

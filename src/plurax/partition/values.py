@@ -171,16 +171,16 @@ def is_sharded_value(node: Any) -> bool:
 class ValueVersions:
     """One variable's value, in each sharding to which it has been brought.
 
-    **Attributes:** `values`, the versions, the first one as computed; `windows`, what devices read
-    of them, with their neighbours' places; `pinned`, whether the plan pins this sharding for its
-    reader.
+    **Attributes:** `values`, the versions, the first one as computed; `with_halos`, what devices
+    read of them, their neighbours' places too; `pinned`, whether the plan pins this sharding for
+    its reader.
     """
 
     def __init__(self, value: Output, *, pinned: bool = False) -> None:
         self.pinned = pinned
         self._deferred = value if isinstance(value, DeferredValue) else None
         self.values = [] if isinstance(value, DeferredValue) else [value]
-        self.windows: dict[Any, ShardedValue] = {}
+        self.with_halos: dict[Any, ShardedValue] = {}
 
     @property
     def _any(self) -> Output:
@@ -246,13 +246,13 @@ class Operand:
 
     **Fields:** `versions`, the operand; `path`, the shardings to which it is resharded one after
     another. Each is kept as a version, so that later equations find, for example, a partial sum
-    reduced, and not only reduced and gathered; `windows`, the places that a device reads of it
-    (`operators/windows.py`) where these are not just its own, kept as well.
+    reduced, and not only reduced and gathered; `halos`, the places that a device reads of it
+    (`operators/halos.py`) where these are not just its own, kept as well.
     """
 
     versions: ValueVersions
     path: tuple[TensorSharding, ...]
-    windows: Any = None
+    halos: Any = None
 
     @property
     def sharding(self) -> TensorSharding:
@@ -261,7 +261,7 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
+class InnerCollective:
     """A collective within an operation.
 
     **Fields:** `kind`, one of `all-reduce`, `all-gather` and `collective-permute`; `axes`, over
@@ -303,7 +303,16 @@ class Decision:
     operands: tuple[Operand, ...]
     outputs: tuple[ShardedValue, ...]
     execute: Callable[..., Sequence[Array]]
-    sent: tuple[Sent, ...] = ()
+    sent: tuple[InnerCollective, ...] = ()
     without_rule: bool = False
     defer: Callable[[Sequence[ShardedValue]], DeferredValue] | None = None
     product: ProductDims | None = None
+
+    def collectives(self, context: Any) -> list[InnerCollective]:
+        """Return what is sent for halos of operands, and by the operation."""
+        sent = list(self.sent)
+        for one in self.operands:
+            if one.halos is not None:
+                shape = one.sharding.shard_shape(one.versions.shape, context.axes.sizes)
+                sent += one.halos.sent(context, shape, one.versions.dtype)
+        return sent

@@ -52,8 +52,7 @@ class ShardStrategy:
 
     - `inputs`: the sharding of each operand. Of zeros, that in which they are created.
     - `outputs`: the sharding of each result.
-    - `sent`: the collectives within the operation: their kind, the axes, and the bytes that each
-      device sends.
+    - `sent`: the collectives within it: kind, axes, and the bytes that each device sends.
     - `product`: of a matrix product or convolution `(m, n, k, batch)` on one device, else None.
     - `dtype`: the dtype of the product's operands.
     - `traffic`: bytes that one device reads and writes, fused operations not counted.
@@ -187,12 +186,11 @@ class StrategyFinder:
         decision = RULES[eqn.primitive.name](context, eqn, inputs)
         # A deferred result is created as its reader needs it: each such sharding is a strategy.
         created = [decision] if isinstance(decision, Decision) else self._created(decision)
-        for one in created:
+        for choice in created:
             # Of a dim that the shards do not divide, few readers take a part.
-            filled = any(o.sharding.indivisible_dims(o.shape, self.axes.sizes) for o in one.outputs)
-            taken = None if filled else _kept_shardings(one, inputs, shardings)
-            if taken is not None:
-                yield _strategy(self.axes, eqn, operands, taken, one)
+            filled = any(map(self._context.is_filled, choice.outputs))
+            if not filled and (taken := _kept_shardings(choice, inputs, shardings)) is not None:
+                yield _strategy(self.axes, eqn, operands, taken, choice)
 
     def _created(self, deferred: DeferredValue) -> list[Decision]:
         wanted = every_sharding(deferred.shape, self.axes, self.searched)
@@ -245,12 +243,10 @@ def _strategy(
     ]
     read = sum(math.prod(s) * one.itemsize for s, one in zip(shapes, operands, strict=True))
     written = sum(one.array.size * one.dtype.itemsize for one in decision.outputs)
-    collectives = list(decision.sent)
-    for one in decision.operands:
-        if one.windows is not None:
-            shape = one.sharding.shard_shape(one.versions.shape, axes.sizes)
-            collectives += one.windows.sent(RuleContext(axes), shape, one.versions.dtype)
-    sent = tuple((one.kind, one.axes, one.bytes_sent(axes.size(one.axes))) for one in collectives)
+    sent = tuple(
+        (one.kind, one.axes, one.bytes_sent(axes.size(one.axes)))
+        for one in decision.collectives(RuleContext(axes))
+    )
     return ShardStrategy(
         taken,
         tuple(one.sharding for one in decision.outputs),

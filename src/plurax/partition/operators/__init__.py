@@ -11,7 +11,7 @@ from plurax.jaxpr.expert_rows import AT_EXPERTS
 from plurax.jaxpr.fused_attention import FUSED_ATTENTION
 from plurax.partition.operators import (
     attention,
-    convolutions,
+    convolution,
     cumulative,
     elementwise,
     gather_scatter,
@@ -77,7 +77,7 @@ RULES: dict[str, Rule] = {
     "top_k": shape_ops.single_dim_rule("axis"),
     "lu_pivots_to_permutation": shape_ops.single_dim_rule("", last=True),
     "dot_general": products.dot_general,
-    "conv_general_dilated": convolutions.convolution,
+    "conv_general_dilated": convolution.convolution,
     "ragged_dot_general": irregular_products.ragged_dot,
     AT_EXPERTS: sent_rows.at_experts,
     "bcoo_dot_general": irregular_products.sparse_dot,

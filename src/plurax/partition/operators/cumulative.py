@@ -29,7 +29,7 @@ from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import local_shape, maybe_partial, result, with_rows_split
 from plurax.partition.operators.elementwise import neutral, only_real
 from plurax.partition.rule_context import RuleContext
-from plurax.partition.values import Decision, Operand, Sent, ValueVersions
+from plurax.partition.values import Decision, InnerCollective, Operand, ValueVersions
 from plurax.sharding.reshard import moved
 
 _Join = Callable[[Array, Array], Array]
@@ -75,7 +75,8 @@ def cumulative(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> D
         if not over:
             return [own]
         names, groups = axes.group(over)
-        edge = lax.slice_in_dim(own, *((0, 1) if reverse else (-1, None)), axis=dim)
+        last = 0 if reverse else own.shape[dim] - 1
+        edge = lax.slice_in_dim(own, last, last + 1, axis=dim)
         edges = moved(
             lambda x: lax.all_gather(x, names, axis=dim, tiled=True, axis_index_groups=groups),
             edge, axes,
@@ -90,6 +91,6 @@ def cumulative(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> D
     shape = list(local_shape(context, operand))
     shape[dim] = 1
     edge = jax.ShapeDtypeStruct(tuple(shape), versions.dtype)
-    sent = (Sent("all-gather", over, edge),) if over else ()
+    sent = (InnerCollective("all-gather", over, edge),) if over else ()
     decision = Decision((operand,), (spec,), execute, sent)
     return decision if over else with_rows_split(context, decision, have)

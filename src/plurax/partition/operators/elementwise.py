@@ -37,7 +37,7 @@ from plurax.partition.operators.common import (
     with_replicated,
 )
 from plurax.partition.rule_context import RuleContext
-from plurax.partition.values import Decision, DeferredValue, Operand, Sent, ValueVersions
+from plurax.partition.values import Decision, DeferredValue, InnerCollective, Operand, ValueVersions
 from plurax.sharding.axes import Axes
 from plurax.sharding.spec import TensorSharding
 
@@ -140,7 +140,8 @@ def reduction(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> De
     # Booleans are all-reduced as integers.
     dtype = jnp.int32 if spec.dtype == jnp.bool_ else spec.dtype
     like = jax.ShapeDtypeStruct(spec.array.shape, dtype)
-    sent = tuple(Sent("all-reduce", tuple(axes), like) for axes in _groups(context.axes, joined))
+    groups = _groups(context.axes, joined)
+    sent = tuple(InnerCollective("all-reduce", tuple(axes), like) for axes in groups)
     return Decision((operand,), (spec,), execute, sent)
 
 

@@ -1,7 +1,7 @@
 """Slices, pads, concatenations and reversals, along split dims too.
 
 JAX makes shifts of these, token shifts, short convolutions as sums of slices, the odd and even
-entries of `lax.associative_scan`. Along a split dim each device reads a window (see `windows.py`)
+entries of `lax.associative_scan`. Along a split dim each device reads a window (see `halos.py`)
 where a halo is less than the whole dim. Else the dim is replicated first; of a few entries, such as
 the last token, the device that has them gives them to all, a partial sum.
 
@@ -13,6 +13,7 @@ the last token, the device that has them gives them to all, a partial sum.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +24,7 @@ from jax import lax
 from jaxtyping import Array
 
 from plurax.jaxpr.interpret import bind
-from plurax.partition.operators import windows
+from plurax.partition.operators import halos
 from plurax.partition.operators.common import (
     common_sharding,
     created,
@@ -35,16 +36,16 @@ from plurax.partition.operators.common import (
     with_replicated,
     with_rows_split,
 )
+from plurax.partition.operators.halos import Halo, Halos
 from plurax.partition.operators.shape_ops import single_dim_rule
-from plurax.partition.operators.windows import Window, Windows
 from plurax.partition.rule_context import RuleContext
-from plurax.partition.values import Decision, Operand, Sent, ValueVersions
+from plurax.partition.values import Decision, DeferredValue, InnerCollective, Operand, ValueVersions
 from plurax.sharding.reshard import moved
 from plurax.sharding.spec import TensorSharding
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _Entries:
     """Some places of a value: the operand, the sharding of the result, how it is computed."""
 
     operand: Operand
@@ -54,20 +55,20 @@ class _Part:
 
 def _part(
     context: RuleContext, atom: Any, versions: ValueVersions, places: Mapping[int, range]
-) -> _Part:
+) -> _Entries:
     """Return what a device has of the places in some dims."""
     have, shape = maybe_partial(context, atom, versions), versions.shape
     reads, few, none = {}, [], [d for d, own in places.items() if not own]
     for d, own in places.items():
         entry, start, step = have.dims[d], own.start, own.step
-        one = windows.window(context, entry, shape[d], len(own), first=start, stride=step)
-        if one is not None and windows.is_cheap(context, atom, versions, one):
+        one = halos.halo(context, entry, shape[d], len(own), first=start, stride=step)
+        if one is not None and halos.is_cheap(context, atom, versions, one):
             reads[d] = one
         elif _is_few(context, atom, versions, have, d, len(own)):
             few.append(d)
     operand = with_replicated(versions, have, [d for d in places if d not in (*reads, *few, *none)])
     if reads:
-        operand = dataclasses.replace(operand, windows=Windows(tuple(reads.items())))
+        operand = dataclasses.replace(operand, halos=Halos(tuple(reads.items())))
     entries = tuple(
         () if d in (*few, *none) else entry for d, entry in enumerate(operand.sharding.dims)
     )
@@ -85,7 +86,7 @@ def _part(
                 array = lax.slice_in_dim(array, own.start, own.stop, own.step, d)
         return array
 
-    return _Part(operand, TensorSharding(entries, partial), execute)
+    return _Entries(operand, TensorSharding(entries, partial), execute)
 
 
 def slice_(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
@@ -101,7 +102,7 @@ def slice_(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decis
     return with_rows_split(context, decision, part.operand.path[0])
 
 
-def split(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
+def split(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision | DeferredValue:
     """Split a value into slices along one dim, which is replicated where one needs all of it."""
     (versions,), dim = inputs, eqn.params["axis"]
     ends = list(itertools.accumulate(eqn.params["sizes"]))
@@ -159,16 +160,16 @@ def pad(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision
     padded = [d for d, edge in enumerate(config) if tuple(edge) != (0, 0, 0)]
     # The padding value is added on every device, so a partial sum would count it several times.
     have = context.reduced(versions)
-    reads: dict[int, Window] = {}
+    reads: dict[int, Halo] = {}
     for d in padded:
         low, _, between = config[d]
-        one = windows.window(
+        halo = halos.halo(
             context, have.dims[d], versions.shape[d], out[d], first=-low, dilation=between + 1
         )
-        if one is not None and windows.is_cheap(context, eqn.invars[0], versions, one):
-            reads[d] = one
+        if halo is not None and halos.is_cheap(context, eqn.invars[0], versions, halo):
+            reads[d] = halo
     operand = with_replicated(versions, have, [d for d in padded if d not in reads])
-    window = Windows(tuple(reads.items()))
+    around = Halos(tuple(reads.items()))
     operands = [operand, Operand(fill, (TensorSharding(()),))]
     decision = decided(context, eqn, inputs, operands, operand.sharding)
     rest = tuple((0, 0, 0) if d in reads else edge for d, edge in enumerate(config))
@@ -178,9 +179,9 @@ def pad(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision
     ]
 
     def execute(array: Array, fill: Array) -> list[Array]:
-        return [window.read(context.axes, lax.pad(array, fill, rest), fill)]
+        return [around.read(context.axes, lax.pad(array, fill, rest), fill)]
 
-    sent = tuple(window.sent(context, before, versions.dtype))
+    sent = tuple(around.sent(context, before, versions.dtype))
     decision = dataclasses.replace(decision, execute=execute, sent=sent)
     return with_rows_split(context, decision, operand.path[0])
 
@@ -202,7 +203,7 @@ def concatenate(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
         return with_rows_split(context, decision, before)
     whole = before.with_dim(dim, ())
     operands = [
-        Operand(one, (before if part.split else whole,), Windows(((dim, part),)))
+        Operand(one, (before if part.split else whole,), Halos(((dim, part),)))
         for one, part in zip(inputs, parts, strict=True)
     ]
     ends = list(itertools.accumulate(part.size for part in parts))
@@ -221,21 +222,21 @@ def concatenate(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
 
 def _parts(
     context: RuleContext, eqn: Any, inputs: list[ValueVersions], entry: tuple[str, ...]
-) -> list[Window] | None:
+) -> list[Halo] | None:
     """Return the windows of the operands of a concatenation; None if a dim is gathered.
 
     Operands that are whole on each device are read there.
     """
     dim, out = eqn.params["dimension"], eqn.outvars[0].aval.shape
-    parts: list[Window] = []
+    parts: list[Halo] = []
     begin = 0
     for atom, versions in zip(eqn.invars, inputs, strict=True):
         size = versions.shape[dim]
         split = versions.deferred is None and all(
             value.sharding.dims[dim] == entry for value in versions.values
         )
-        part = windows.window(context, entry, size, out[dim], split=split, first=-begin)
-        if part is None or not windows.is_cheap(context, atom, versions, part):
+        part = halos.halo(context, entry, size, out[dim], split=split, first=-begin)
+        if part is None or not halos.is_cheap(context, atom, versions, part):
             return None
         parts.append(part)
         begin += size
@@ -250,7 +251,7 @@ def rev(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision
     operand = with_replicated(versions, have, [d for d in dims if d not in split])
     decision = decided(context, eqn, inputs, [operand], operand.sharding)
     shard = jax.ShapeDtypeStruct(local_shape(context, operand), versions.dtype)
-    sent = tuple(Sent("collective-permute", have.dims[d], shard) for d in split)
+    sent = tuple(InnerCollective("collective-permute", have.dims[d], shard) for d in split)
 
     def execute(array: Array) -> list[Array]:
         (array,) = bind(eqn, [array])
@@ -258,9 +259,8 @@ def rev(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision
             (axis,) = have.dims[d]
             count = context.axes.sizes[axis]
             pairs = [(k, count - 1 - k) for k in range(count)]
-            array = moved(
-                lambda x, axis=axis, pairs=pairs: lax.ppermute(x, axis, pairs), array, context.axes
-            )  # fmt: skip
+            exchange = functools.partial(lax.ppermute, axis_name=axis, perm=pairs)
+            array = moved(exchange, array, context.axes)
         return [array]
 
     decision = dataclasses.replace(decision, execute=execute, sent=sent)
@@ -272,7 +272,7 @@ def _turns(
 ) -> bool:
     """Whether devices exchange their parts of a dim that is reversed."""
     size, axes = versions.shape[dim], context.axes
-    whole = windows.window(context, have.dims[dim], size, size)
+    whole = halos.halo(context, have.dims[dim], size, size)
     if whole is None or size % whole.devices or not axes.permutes:
         return False
     return context.num_readers(eqn.invars[0]) < whole.devices - 1 or whole.devices == 2

@@ -1,7 +1,7 @@
 """Convolutions, over a split sequence or image too.
 
 Batch and channels are split as in a matrix product. Along a split spatial dim each device reads the
-places that its own results need, some of its neighbours' (see `windows.py`):
+places that its own results need, some of its neighbours' (see `halos.py`):
 
     mesh context=4; x (2, 64, 8) is (None, context, None); kernel (4, 8, 8), causal
 
@@ -22,8 +22,8 @@ from jaxtyping import Array
 from plurax.jaxpr.convolutions import convolve
 from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import decided
+from plurax.partition.operators.halos import Halo, Halos, halo, is_cheap
 from plurax.partition.operators.products import SUMMED, match_operands
-from plurax.partition.operators.windows import Window, Windows, is_cheap, window
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import Decision, ValueVersions
 from plurax.sharding.spec import TensorSharding
@@ -42,9 +42,9 @@ def convolution(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
         labels[0][lhs[1]] = labels[1][rhs[1]] = ("sum", 0)
     if not by_batch and not by_feature:
         labels[1][rhs[0]] = ("right", 0)
-    spatial: dict[Any, Window] = {}
+    spatial: dict[Any, Halo] = {}
     for place in range(len(lhs) - 2):
-        known = _window(context, eqn, inputs, place)
+        known = _halo(context, eqn, inputs, place)
         if known is not None:
             label = known[0], place
             spatial[label] = known[1]
@@ -64,8 +64,8 @@ def convolution(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
     sharding = TensorSharding(tuple(dims), summed)
     decision = decided(context, eqn, inputs, operands, sharding)
     if read:
-        windows = Windows(tuple((lhs[place + 2], one) for (_, place), one in read.items()))
-        operands = [dataclasses.replace(operands[0], windows=windows), *operands[1:]]
+        read_of = Halos(tuple((lhs[place + 2], one) for (_, place), one in read.items()))
+        operands = [dataclasses.replace(operands[0], halos=read_of), *operands[1:]]
 
     def execute(*arrays: Array) -> list[Array]:
         apply = convolve if context.axes.on_cpu else bind
@@ -74,9 +74,9 @@ def convolution(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
     return dataclasses.replace(decision, operands=tuple(operands), execute=execute)
 
 
-def _window(
+def _halo(
     context: RuleContext, eqn: Any, inputs: list[ValueVersions], place: int
-) -> tuple[str, Window] | None:
+) -> tuple[str, Halo] | None:
     """Return what devices read of a spatial dim of the first operand; None if it is gathered.
 
     `space`, for their part of the result, or `window`, for their part of the kernel.
@@ -94,12 +94,12 @@ def _window(
     if not over or over_kernel not in ((), over) or kernel % context.axes.size(over_kernel):
         return None
     if over_kernel:
-        reads = window(
+        reads = halo(
             context, over, size, kernel, first=first, stride=between,
             more=(result - 1) * stride, dilation=dilation,
         )  # fmt: skip
     else:
-        reads = window(
+        reads = halo(
             context, over, size, result, first=first, stride=stride,
             more=(kernel - 1) * between, dilation=dilation,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Windows: the places of a split dim that each device reads, its own and some of its neighbours'.
+"""Halos: the places of a split dim that each device reads, its own and some of its neighbours'.
 
 A shift of a sequence, a convolution over it, or every second of its entries, reads places that are
 mostly a device's own. What is missing comes from the device before or behind, a halo:
@@ -31,13 +31,13 @@ from jax import lax
 from jaxtyping import Array
 
 from plurax.partition.rule_context import RuleContext
-from plurax.partition.values import Sent, ValueVersions
+from plurax.partition.values import InnerCollective, ValueVersions
 from plurax.sharding.axes import Axes
 from plurax.sharding.reshard import moved
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
+class Halo:
     """The places that devices read of a dim; between its entries may be `dilation - 1` others.
 
     Device k reads `width` places from `first + k * step` on.
@@ -78,7 +78,7 @@ class Window:
         return (first, last) if start < stop and first <= last else None
 
     @functools.cached_property
-    def halos(self) -> tuple[int, int]:
+    def edges(self) -> tuple[int, int]:
         """The entries that a device reads of the one before it, and of the one behind."""
         before = behind = 0
         for device in range(self.devices):
@@ -100,7 +100,7 @@ class Window:
     @functools.cached_property
     def _starts(self) -> np.ndarray:
         """Where each device's window begins in its entries, with halos and what is in between."""
-        before, _ = self.halos
+        before, _ = self.edges
         starts = [
             self.first + k * self.step - self.dilation * (self._own(k) - before)
             if self._entries(k) is not None
@@ -110,14 +110,14 @@ class Window:
         some = next((start for start in starts if start is not None), 0)
         return np.asarray([some if start is None else start for start in starts], np.int32)
 
-    def sent(self, context: RuleContext, shape: Sequence[int], dtype: Any, dim: int) -> list[Sent]:
+    def sent(
+        self, context: RuleContext, shape: Sequence[int], dtype: Any, dim: int
+    ) -> list[InnerCollective]:
         """Return what is sent, for a source whose shards have this shape."""
         kind = "collective-permute" if context.axes.permutes else "all-gather"
-        return [
-            Sent(kind, (self.axis,), jax.ShapeDtypeStruct(_with(shape, dim, count), dtype))
-            for count in self.halos
-            if count
-        ]
+        shapes = [_with(shape, dim, count) for count in self.edges if count]
+        like = [jax.ShapeDtypeStruct(edge, dtype) for edge in shapes]
+        return [InnerCollective(kind, (self.axis,), one) for one in like]
 
     def read(self, axes: Axes, array: Array, dim: int, fill: Array) -> Array:
         """Return the places that this device reads, of width `width` along a dim.
@@ -125,7 +125,7 @@ class Window:
         **Arguments:** `array`, its shard of the source; `fill`, for places outside of the source,
         and in between its entries.
         """
-        before, behind = self.halos
+        before, behind = self.edges
         parts = [array]
         if before:
             edge = lax.slice_in_dim(array, array.shape[dim] - before, None, axis=dim)
@@ -142,11 +142,11 @@ class Window:
             edges[dim] = (int(left), int(right), self.dilation - 1)
             array = lax.pad(array, fill, edges)
         if all(start == starts[0] for start in starts):
-            start = int(starts[0] + left)
-            array = lax.slice_in_dim(array, start, start + self.width, axis=dim)
+            first = int(starts[0] + left)
+            array = lax.slice_in_dim(array, first, first + self.width, axis=dim)
         else:
-            start = jnp.asarray(starts + left)[device]
-            array = lax.dynamic_slice_in_dim(array, start, self.width, dim)
+            own = jnp.asarray(starts + left)[device]
+            array = lax.dynamic_slice_in_dim(array, own, self.width, dim)
         if not self._fills:
             return array
         place = lax.broadcasted_iota(jnp.int32, array.shape, dim)
@@ -167,7 +167,7 @@ class Window:
         return lax.dynamic_index_in_dim(edges, lax.axis_index(self.axis) + away, 0, keepdims=False)
 
 
-def window(
+def halo(
     context: RuleContext,
     entry: tuple[str, ...],
     size: int,
@@ -178,7 +178,7 @@ def window(
     stride: int = 1,
     more: int = 0,
     dilation: int = 1,
-) -> Window | None:
+) -> Halo | None:
     """Return the windows of a result that is split by `entry`; None where these are no neighbours'.
 
     Entry j of the result reads the places from `first + j * stride` on, `1 + more` of them.
@@ -193,23 +193,23 @@ def window(
     count = axes.size(entry)
     first, dilation = int(first), int(dilation)  # JAX has some as NumPy's
     own = -(-result // count)
-    reads = Window(
+    reads = Halo(
         entry[0], count, split, size, first, stride * own, stride * (own - 1) + 1 + more,
         first + stride * (result - 1) + 1 + more, dilation,
     )  # fmt: skip
     # Of less than one for each second device all get all, once.
-    least, most = 2 * result > count, max(reads.halos) <= -(-size // count)
-    return reads if not any(reads.halos) or (least and most) else None
+    least, most = 2 * result > count, max(reads.edges) <= -(-size // count)
+    return reads if not any(reads.edges) or (least and most) else None
 
 
-def is_cheap(context: RuleContext, atom: Any, versions: ValueVersions, reads: Window) -> bool:
+def is_cheap(context: RuleContext, atom: Any, versions: ValueVersions, reads: Halo) -> bool:
     """Whether fewer entries are sent than if all readers of a value share a gathered version."""
-    if jax.dtypes.issubdtype(versions.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(versions.dtype, jax.dtypes.extended):
         return False  # of keys there is no number to fill up with
     if versions.is_param and context.of_parameters(context.first(versions)):
         return False
     own = -(-reads.size // reads.devices)
-    return sum(reads.halos) * context.num_readers(atom) < own * (reads.devices - 1)
+    return sum(reads.edges) * context.num_readers(atom) < own * (reads.devices - 1)
 
 
 def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
@@ -217,13 +217,13 @@ def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows:
+class Halos:
     """The windows of several dims of one operand, read one after another.
 
     **Fields:** `dims`, pairs of a dim and its window.
     """
 
-    dims: tuple[tuple[int, Window], ...]
+    dims: tuple[tuple[int, Halo], ...]
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of what is read of shards of a shape."""
@@ -231,9 +231,9 @@ class Windows:
             shape = _with(shape, dim, one.width)
         return tuple(shape)
 
-    def sent(self, context: RuleContext, shape: Sequence[int], dtype: Any) -> list[Sent]:
+    def sent(self, context: RuleContext, shape: Sequence[int], dtype: Any) -> list[InnerCollective]:
         """Return what is sent, for a source whose shards have this shape."""
-        sent: list[Sent] = []
+        sent: list[InnerCollective] = []
         for dim, one in self.dims:
             sent += one.sent(context, shape, dtype, dim)
             shape = _with(shape, dim, one.width)
