@@ -67,6 +67,9 @@ STREAMED = "plurax_stream"
 RING = "plurax_ring"
 """The scope of a loop whose blocks go around in a ring of devices: their order does not matter."""
 
+GATHERED = "plurax_gathered"
+"""The scope of a loop each of whose devices needs the blocks of all."""
+
 _Body = Callable[[list[Any], Any, int, list[Any]], tuple[list[Any], list[Any]]]
 """From what is carried, the first key of a block, their number and the inputs of the block, to what
 is carried on and what is returned for the block."""
@@ -203,7 +206,9 @@ class KeyBlocks:
 
     def _scope(self) -> contextlib.AbstractContextManager[None]:
         """Return the scope of the loop over blocks: whether these go around in a ring."""
-        return jax.named_scope(RING) if self._goes_around else contextlib.nullcontext()
+        if self._context is None:
+            return contextlib.nullcontext()
+        return jax.named_scope(RING if self._goes_around else GATHERED)
 
     def _starts(self, arrays: Sequence[Any]) -> Array:
         """Return the first key of each whole block.

@@ -27,6 +27,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
 from plurax.jaxpr.compat import Scan, open_jaxpr
+from plurax.jaxpr.key_blocks import GATHERED, RING
 from plurax.partition.buckets import computed_at
 from plurax.partition.carry import Carry
 from plurax.partition.ring import AXIS, PLACED, Ring, goes_around, kind_of_stack
@@ -90,7 +91,12 @@ class Loop:
         in a ring with each device's own."""
         value: ShardedValue = self.partitioner.reduced(versions)
         if value.sharding.dims[0] and not (self.in_ring and value.sharding.dims[0] == (AXIS,)):
-            value = self.partitioner.reshard(versions, value.sharding.with_dim(0, ()))
+            # Of the user's tokens a warning is given, of blocks of attention it is meant so.
+            scope = str(self.eqn.source_info.name_stack)
+            meant = RING in scope or GATHERED in scope or AXIS not in value.sharding.dims[0]
+            line = None if meant else self.partitioner.line(self.eqn)
+            with self.partitioner.needed_by(self.eqn, line):
+                value = self.partitioner.reshard(versions, value.sharding.with_dim(0, ()))
         return value
 
     def settle(self) -> None:

@@ -113,7 +113,7 @@ class Partitioner(Resharder):
         # Whether what is evaluated is the body of a loop over layers.
         self.over_layers = False
 
-    def _line(self, eqn: Any) -> str:
+    def line(self, eqn: Any) -> str:
         """Return the line of the model's code that holds an equation or an enclosing call."""
         return source_line((*self._calls, eqn))
 
@@ -263,7 +263,7 @@ class Partitioner(Resharder):
         )
         if isinstance(decision, DeferredValue):
             return [ValueVersions(decision)]
-        with self.needed_by(eqn, self._line(eqn) if decision.without_rule else None):
+        with self.needed_by(eqn, self.line(eqn) if decision.without_rule else None):
             outputs = self.apply(decision)
         return [ValueVersions(output) for output in outputs]
 

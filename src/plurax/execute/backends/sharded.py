@@ -284,14 +284,19 @@ class ShardedBackend(Backend):
         for (operation, where), size in sizes.items():
             if f"{operation} at {where}" not in self._warned:
                 self._warned.add(f"{operation} at {where}")
-                warn(
-                    f"`{operation}` at {where} has no sharding rule: {size:,} bytes of its "
-                    "operands are gathered on every device each time, and all devices compute the "
-                    "same. The result is right. To split the work, put the operation into a "
-                    "`jax.shard_map`; to avoid the gather, replicate its operands by a rule in "
-                    "Plan(shardings=...).",
-                    errors.ShardingWarning,
+                cost = (
+                    f"{size:,} bytes of its operands are gathered on every device each time, and "
+                    "all devices compute the same. The result is right. "
                 )
+                text = (
+                    f"`lax.scan` at {where} goes over tokens, which are split over devices: {cost}"
+                    "Write a linear recurrence as `jax.lax.associative_scan`."
+                    if operation == "scan"
+                    else f"`{operation}` at {where} has no sharding rule: {cost}To split the work, "
+                    "put the operation into a `jax.shard_map`; to avoid the gather, replicate its "
+                    "operands by a rule in Plan(shardings=...)."
+                )
+                warn(text, errors.ShardingWarning)
 
     def _norm(self, grads: PyTree) -> Array:
         """Return the global norm of sharded gradients: one `psum` per set of mesh axes."""
