@@ -74,7 +74,6 @@ from plurax.sharding.annotations import Pinned
 from plurax.sharding.axes import Axes
 from plurax.sharding.spec import REPLICAS, TensorSharding
 
-
 _STAYING = frozenset([AT_EXPERTS])
 """Equations whose parameters stay split over `data`: rows are sent to them."""
 
