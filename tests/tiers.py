@@ -43,6 +43,14 @@ PROCESSES = (
 """A process for each case; what a process does after its end is tested in one for all as well."""
 
 FURTHER = (
+    "tests/parity/test_experts_over_data.py::test_another_parameter_is_gathered[1]",
+    "tests/parity/test_experts_over_data.py::test_another_parameter_is_gathered[2]",
+    "tests/parity/test_experts_over_data.py::test_any_plan_equals_one_device[dots",
+    "tests/parity/test_experts_over_data.py::test_any_plan_equals_one_device[full-sorted_rows]",
+    "tests/parity/test_experts_over_data.py::test_any_plan_equals_one_device[microbatches-in_layers]",
+    "tests/parity/test_experts_over_data.py::test_any_plan_equals_one_device[zero 1",
+    "tests/parity/test_experts_over_data.py::test_any_plan_equals_one_device[zero 2-sorted_rows]",
+    "tests/parity/test_experts_over_data.py::test_rows_that_are_sent_equal_one_device[2-",
     "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[added_to_tokens]",
     "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[counted_twice]",
     "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[fused]",

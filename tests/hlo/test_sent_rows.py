@@ -5,7 +5,7 @@ import re
 import optax
 import pytest
 from tests.parity import test_experts as mixtures
-from tests.parity.test_experts_over_data import SPLIT, in_layers
+from tests.parity.test_experts_over_data import SPLIT, in_layers, normalized, rectified, shifted
 
 import plurax as px
 
@@ -21,6 +21,9 @@ SIZES = DEVICES * mixtures.E * 4
 
 OTHERS = (2 * mixtures.D**2 + mixtures.D * mixtures.E + mixtures.E) * 8
 """Bytes of the gradients of what is not split by expert: in, head, router, preferred."""
+
+HIDDEN = 2 * ROWS * mixtures.H * 8
+"""Bytes of the slots for hidden values."""
 
 
 def program_of(dispatch, experts=mixtures.E, **fields):
@@ -50,10 +53,28 @@ def test_rows_are_sent_and_no_weights(dispatch, fields, times):
         assert sent(collectives, "all-to-all") == [SLOTS] * times
         # How many turns there are depends on the batch.
         assert {one.trips for one in collectives if one.kind == "all-to-all"} == {None}
-        assert SIZES in sent(collectives, "all-gather")
+        if not fields.get("zero"):
+            assert set(sent(collectives, "all-gather")) == {SIZES}
         # Those of `zero=1` are padded; beside them loss, weight, and the gradient's norm.
         own = OTHERS if not fields.get("zero") else 0
         assert sum(sent(collectives, "all-reduce")) == own + 3 * 8
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "hidden"),
+    [
+        (normalized, 0),
+        (rectified, 0),
+        # A bias of each row: forward, backward, and its gradient back.
+        (mixtures.normed, 3),
+        # The hidden values are a result: back, and their cotangents there.
+        (shifted, 2),
+    ],
+)
+def test_operations_between_products_stay_with_the_experts(dispatch, hidden):
+    """Their rows are sent as often as those of one product: hidden values are sent nowhere."""
+    planned = program_of(dispatch).planned_collectives()
+    assert sent(planned, "all-to-all") == [HIDDEN] * hidden + [SLOTS] * 5
 
 
 @pytest.mark.parametrize("dispatch", [mixtures.sorted_rows, in_layers], ids=mixtures.name_of)

@@ -187,6 +187,8 @@ def start(key, kind="random", experts=E):
     params = init(key, experts)
     if kind == "one expert":
         params["preferred"] = jnp.full(experts, -1e3).at[2].set(0.0)
+    elif kind == "one device":  # of four; two experts
+        params["preferred"] = jnp.full(experts, -1e3).at[jnp.array([4, 5])].set(0.0)
     elif kind == "no tokens":
         params["preferred"] = params["preferred"].at[jnp.array([0, 1])].set(-50.0)
     elif kind == "ties":

@@ -113,8 +113,14 @@ def test_rows_that_are_sent_equal_one_device(dispatch, count):
 @pytest.mark.parametrize("dispatch", [mixtures.sorted_rows, of_some_rows], ids=mixtures.name_of)
 @pytest.mark.parametrize("kind", ["one expert", "no tokens", "ties"])
 def test_any_choice_of_experts_equals_one_device(dispatch, kind):
-    """All rows on one device are sent in two turns."""
     assert_as_by_hand(dispatch, kind, data=4)
+
+
+@pytest.mark.parametrize("dispatch", [mixtures.sorted_rows, shifted], ids=mixtures.name_of)
+def test_all_rows_on_one_device_are_sent_in_two_turns(dispatch):
+    """Of 20 rows of each device 10 are sent to one in a turn."""
+    plan = px.Plan(data=4, shardings=SPLIT)
+    mixtures.assert_as_by_hand(dispatch, plan, "one device", experts=8)
 
 
 PLANS = {

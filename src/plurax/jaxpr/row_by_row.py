@@ -23,8 +23,9 @@ ROW_BY_ROW = REDUCTIONS | {
 def row_of_result(eqn: Any, place: int, dim: int) -> int | None:
     """Return the dim of the result that is the rows of an operand, if they are left apart."""
     name, params, shape = eqn.primitive.name, eqn.params, shape_of(eqn.invars[place])
-    if name in ELEMENTWISE:
-        return dim if shape_of(eqn.outvars[0]) == shape else None
+    if name in ELEMENTWISE:  # in which a dim of size 1 broadcasts
+        to = shape_of(eqn.outvars[0])
+        return dim if len(to) == len(shape) and to[dim] == shape[dim] else None
     if name == "concatenate":
         return None if params["dimension"] == dim else dim
     if name == "split":
