@@ -240,3 +240,15 @@ def test_activations_are_not_split_by_rules_over_data():
     task = mixtures.task_of(mixtures.named_one_hot)
     with pytest.raises(px.errors.PlanError, match="activation 'choices' is named"):
         px.compile(task, optax.sgd(0.1), plan, mixtures.batch_of())
+
+
+@pytest.mark.parametrize("loss", [mixtures.balanced, mixtures.dropping], ids=mixtures.name_of)
+def test_a_balanced_load_is_that_of_the_whole_batch(loss):
+    """Tokens of all devices are sorted together, and no rows are sent: all is exact."""
+    task = px.Task(init=mixtures.start, loss=loss, coupled=True)
+    plan = px.Plan(data=4, shardings=SPLIT, zero=1)
+    program = px.compile(task, optax.sgd(mixtures.RATE), plan, mixtures.batch_of())
+    state, metrics = program.step(program.init(seed=0), mixtures.batch_of())
+    found = jax.device_get((metrics["loss"], program.to_canonical(state).params))
+    expected = mixtures.coupled_by_hand(loss, 1)
+    assert models.max_rel_error(found, jax.device_get(expected)) < 1e-10
