@@ -190,11 +190,11 @@ def here() -> None:
     for case in cases:
         case.start(params, x)
         case.run()
-    exact = cases[NAMES.index("kept on each device")].state.params
     for _ in range(ROUNDS):
         for case in cases:
             times[case.name].append(case.run())
     median = {name: statistics.median(each) for name, each in times.items()}
+    exact = cases[NAMES.index("kept on each device")].state.params
     for case in cases:
         state = case.state if case.program is None else case.state.params
         apart = max(float(np.abs(np.asarray(state[k]) - np.asarray(exact[k])).max()) for k in exact)
