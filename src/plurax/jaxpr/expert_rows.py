@@ -61,9 +61,10 @@ class ExpertRows:
     - `eqns`, in the order of the function; `broadcast`, those before them that repeat a value for
       each row, which is cheaper than to send it.
     - `sizes`: the variable with the rows of each group.
-    - `rows`, `weights`: what is read row by row and group by group; `results`, what others read:
-      each a variable and the dim of its rows or groups.
-    - `whole`: what is read as it is.
+    - `rows`, `weights`: what is read row by row and group by group, each a variable and the dim of
+      its rows or groups.
+    - `whole`: what is read as it is; `results`, what others read.
+    - `dims`: where a variable that the equations compute has its rows.
     """
 
     eqns: list[Any]
