@@ -6,7 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.unit.test_sharding import S, assert_same, shared
+from jax.sharding import PartitionSpec as P
+from tests.unit.test_sharding import S, assert_same, mesh_of, shared
+
+from plurax.partition.partitioner import Partitioner, partition
+from plurax.partition.values import ShardedValue
+from plurax.sharding.axes import Axes
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -197,3 +202,58 @@ def test_what_a_causal_convolution_sends(count, groups):
     assert halos == [("collective-permute", columns)] * 2
     assert total == ("all-reduce", kernel.nbytes)
     assert ends == [S(None, "tensor", None, None)] * 2 + [S(None, None, None, None)]
+
+
+# --- What devices do not divide -------------------------------------------------------------------
+
+
+def product_of_all_but_the_first(x, w):
+    return jnp.log(x[1:] ** 2) @ w
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_product_of_what_devices_do_not_divide(count):
+    """What fills up the last device is the logarithm of zero, which no sum over places has."""
+    weight = np.random.default_rng(6).normal(size=(5, 3))
+
+    def both(x, w):
+        out, back = jax.vjp(product_of_all_but_the_first, x, w)
+        return out, *back(jnp.cos(out))
+
+    args = tuple(map(jnp.asarray, (SEQUENCE, weight)))
+    shardings = S("tensor", None), S(None, None)
+    got, records, _ = shared(both, args, shardings, count=count)
+    assert_same(got, both(*args))
+    assert {one.kind for one in records} <= {"collective-permute", "all-reduce"}
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_a_loss_of_all_but_the_last_place_picks_labels_where_they_are(count):
+    labels = jnp.asarray(np.random.default_rng(7).integers(0, 5, 24), jnp.int32)
+
+    def loss(x):
+        picked = jnp.take_along_axis(jax.nn.log_softmax(x[:-1]), labels[1:, None], 1)
+        return -picked.mean()
+
+    records, _ = on_devices(jax.value_and_grad(loss), count)
+    assert {one.kind for one in records} <= {"collective-permute", "all-reduce"}
+    assert max(one.bytes for one in records) <= COLUMN
+
+
+def test_places_of_neighbours_are_gathered_where_not_all_devices_run():
+    """A permute needs all devices; in a branch that depends on rows edges are gathered."""
+    axes = Axes({"tensor": 4}, permutes=False)
+
+    def local(x):
+        partitioner = Partitioner(axes)
+        value = ShardedValue(x, SEQUENCE.shape, S("tensor", None))
+        out = partition(short_convolution, partitioner, (value,))
+        assert {one.kind for one in partitioner.records} == {"all-gather"}
+        assert max(one.bytes for one in partitioner.records) < BYTES
+        return out.array
+
+    split = P("tensor")
+    run = jax.shard_map(
+        local, mesh=mesh_of({"tensor": 4}), in_specs=split, out_specs=split, check_vma=False
+    )
+    assert_same(jax.jit(run)(jnp.asarray(SEQUENCE)), short_convolution(jnp.asarray(SEQUENCE)))
