@@ -2,11 +2,14 @@
 
 import functools
 
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
 from jax.sharding import PartitionSpec as P
+from tests.draws import draws
 from tests.unit.test_sharding import S, assert_same, mesh_of, shared
 
 from plurax.partition.partitioner import Partitioner, partition
@@ -142,6 +145,28 @@ def test_the_gradient_of_a_shift(name, count):
     on_devices(gradient(SHIFTS[name]), count)
 
 
+@st.composite
+def cuts_and_pads(draw):
+    """A slice or a pad of a short sequence, with any numbers that are allowed."""
+    size = draw(st.integers(1, 13))
+    if draw(st.booleans()):
+        start = draw(st.integers(0, size))
+        end, step = draw(st.integers(start, size)), draw(st.integers(1, 3))
+        return size, lambda x: x[start:end:step]
+    between = draw(st.integers(0, 2))
+    whole = size + (size - 1) * between
+    low = draw(st.integers(-whole, 3))
+    edges = [(low, draw(st.integers(-(whole + min(low, 0)), 3)), between), (0, 0, 0)]
+    return size, lambda x: jax.lax.pad(x, jnp.full((), 7, x.dtype), edges)
+
+
+@given(cuts_and_pads(), st.integers(2, 5))
+@draws(30, times=9)
+def test_any_slice_and_any_pad(case, count):
+    size, fun = case
+    on_devices(fun, count, SEQUENCE[:size])
+
+
 # --- Convolutions ---------------------------------------------------------------------------------
 
 IMAGE = np.random.default_rng(4).normal(size=(2, 24, 6, 4))
@@ -256,4 +281,6 @@ def test_places_of_neighbours_are_gathered_where_not_all_devices_run():
     run = jax.shard_map(
         local, mesh=mesh_of({"tensor": 4}), in_specs=split, out_specs=split, check_vma=False
     )
-    assert_same(jax.jit(run)(jnp.asarray(SEQUENCE)), short_convolution(jnp.asarray(SEQUENCE)))
+    x = jnp.asarray(SEQUENCE)
+    assert "ppermute" not in str(jax.make_jaxpr(run)(x))
+    assert_same(jax.jit(run)(x), short_convolution(x))
