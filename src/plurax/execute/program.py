@@ -16,7 +16,7 @@ from jaxtyping import Int, PyTree
 
 from plurax import errors
 from plurax.collective import Collective
-from plurax.distributed.global_arrays import is_absent
+from plurax.distributed.global_arrays import is_absent, one_at_a_time
 from plurax.execute.array_data import ArrayData
 from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.choose import needs_partitioner
@@ -191,9 +191,9 @@ class Program:
                     "plurax.Members(seeds)."
                 )
             init = self._compiled.init_members(self._start)
-            return init(*self._functions.arguments, self._start)
+            return one_at_a_time(init(*self._functions.arguments, self._start))
         key = jax.random.key(check_seed(0 if seed is None else seed))
-        state: TrainState = self._compiled.init(key, self._start)
+        state: TrainState = one_at_a_time(self._compiled.init(key, self._start))
         if params is None:
             return state
         return self.place(replace_params(self.to_canonical(state), *self._example, params))
@@ -258,7 +258,7 @@ class Program:
         part of a step's batch, `first` the index of its first example: sums of parts add up.
         """
         gradients, arguments = self.gradients_call(state, batch, first)
-        return gradients(*arguments)
+        return one_at_a_time(gradients(*arguments))
 
     def gradients_call(self, state: TrainState, batch: PyTree, first: int | None) -> Any:
         """Return the jitted function and the arguments of `gradients`."""
@@ -279,7 +279,8 @@ class Program:
         self._check_here()
         check_not_donated(state)
         stored, functions = self.from_canonical(state), self._functions
-        state, metrics = self._compiled.apply(stored, *functions.arguments, gradients)
+        apply = self._compiled.apply
+        state, metrics = one_at_a_time(apply(stored, *functions.arguments, gradients))
         return state, functions.trim(metrics)
 
     def place_batch(self, batch: PyTree, *, local: bool = False) -> Placed:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from plurax.distributed.global_arrays import put
+from plurax.distributed.global_arrays import one_at_a_time, put
 from plurax.execute.initial_state import check_stored, same_shapes
 from plurax.execute.step_functions import StepFunctions
 from plurax.state import TrainState, check_not_donated
@@ -55,7 +55,8 @@ class StateStore:
         if same_shapes(copied, self.shapes):
             return put(copied, self.shardings)
         self._layout.check(copied)
-        return self._stored(put(copied, self._layout.canonical_shardings(self._mesh)))
+        given = put(copied, self._layout.canonical_shardings(self._mesh))
+        return one_at_a_time(self._stored(given))
 
     @functools.cached_property
     def _stored(self) -> Any:
@@ -64,7 +65,7 @@ class StateStore:
     def to_canonical(self, state: TrainState) -> TrainState:
         """See `Program.to_canonical`."""
         check_not_donated(state)
-        return self._layout.to_canonical(state)
+        return one_at_a_time(self._layout.to_canonical(state))
 
     def from_canonical(self, state: TrainState) -> TrainState:
         """See `Program.from_canonical`."""
