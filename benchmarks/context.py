@@ -19,7 +19,6 @@ Sources: Liu et al. 2023, "Ring Attention", https://arxiv.org/abs/2310.01889; Ja
 """
 
 import functools
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,9 +33,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import plurax as px
+from benchmarks.compiled_steps import CompiledStep, StepOfJax, StepOfPlurax, median_seconds
 from benchmarks.long_context import WIDTH, as_written, run, task_of, transformer_layer
-from plurax.hlo.compiled_collectives import collectives
-from plurax.hlo.memory import memory
 
 DEVICES, HEADS, BLOCK, RATE = 8, 8, 512, 1e-3
 HERE = (2048, 4096)
@@ -236,60 +234,27 @@ def step_by_xla(tokens: int, mesh: Mesh) -> Any:
 # --- Measured -------------------------------------------------------------------------------------
 
 
-class Case:
-    """A step, compiled: its seconds of compiling, bytes by kind and temporaries; `run` runs it."""
-
-    def __init__(self, name: str, tokens: int, devices: Sequence[Any]) -> None:
-        self.name = name
+def compiled(name: str, tokens: int, devices: Sequence[Any]) -> tuple[CompiledStep, float]:
+    """Return the step of a name, and the seconds it took to compile."""
+    task, started = task_of(as_written, heads=HEADS), time.perf_counter()
+    strategy, _, by_hand = name.partition(" ")
+    step: CompiledStep
+    if strategy in STRATEGIES and not by_hand:
         batch = {"x": jax.ShapeDtypeStruct((1, tokens, WIDTH), jnp.float32)}
-        task, started = task_of(as_written, heads=HEADS), time.perf_counter()
-        strategy, _, by_hand = name.partition(" ")
-        if strategy in STRATEGIES and not by_hand:
-            plan = px.Plan(context=DEVICES, context_strategy=strategy, stream=BLOCK, remat="full")
-            self.program = px.compile(task, optax.sgd(RATE), plan, batch, devices=devices)
-            self.held, sent = self.program.memory().temporaries, self.program.collectives()
-        else:
-            mesh = Mesh(np.asarray(devices), ("context",))
-            hand = strategy in STRATEGIES
-            step = step_by_hand(strategy, tokens, mesh) if hand else step_by_xla(tokens, mesh)
-            whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "context"))
-            params = jax.eval_shape(task.init, jax.random.key(0))
-            like = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), params
-            )
-            x = jax.ShapeDtypeStruct((1, tokens, WIDTH), jnp.float32, sharding=split)
-            self.compiled, self.shardings = step.lower(like, x).compile(), (whole, split)
-            self.program = None
-            self.held = memory(self.compiled).temporaries
-            sent = collectives(self.compiled.as_text(), mesh)
-        self.seconds = time.perf_counter() - started
-        self.received = sum(
-            one.bytes * (one.trips or 1) for one in sent if one.kind != "all-reduce"
+        plan = px.Plan(context=DEVICES, context_strategy=strategy, stream=BLOCK, remat="full")
+        step = StepOfPlurax(px.compile(task, optax.sgd(RATE), plan, batch, devices=devices))
+    else:
+        mesh = Mesh(np.asarray(devices), ("context",))
+        hand = strategy in STRATEGIES
+        jitted = step_by_hand(strategy, tokens, mesh) if hand else step_by_xla(tokens, mesh)
+        whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "context"))
+        params = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+            jax.eval_shape(task.init, jax.random.key(0)),
         )
-
-    def start(self, params: Any, x: Any) -> None:
-        """Place what the step takes."""
-        if self.program is not None:
-            state = self.program.init(seed=0)
-            self.state, self.x = state, {"x": x}
-            return
-        whole, split = self.shardings
-        self.state, self.x = jax.device_put(params, whole), jax.device_put(x, split)
-
-    def run(self) -> float:
-        """Run a step, and return its processor seconds."""
-        started = time.process_time()
-        if self.program is not None:
-            self.state, _ = self.program.step(self.state, self.x)
-            jax.block_until_ready(self.state.params)
-        else:
-            self.state = jax.block_until_ready(self.compiled(self.state, self.x))
-        return time.process_time() - started
-
-    @property
-    def params(self) -> Any:
-        """The weights."""
-        return jax.device_get(self.state if self.program is None else self.state.params)
+        x = jax.ShapeDtypeStruct((1, tokens, WIDTH), jnp.float32, sharding=split)
+        step = StepOfJax(jitted, params, x, mesh)
+    return step, time.perf_counter() - started
 
 
 NAMES = (*STRATEGIES, *(f"{name} by hand" for name in STRATEGIES), "XLA's partitioner")
@@ -301,26 +266,23 @@ def here() -> None:
     task = task_of(as_written, heads=HEADS)
     for tokens in HERE:
         x = np.random.default_rng(0).normal(size=(1, tokens, WIDTH)).astype(np.float32)
-        cases = [Case(name, tokens, jax.devices()[:DEVICES]) for name in NAMES]
+        steps = {name: compiled(name, tokens, jax.devices()[:DEVICES]) for name in NAMES}
         alone = px.compile(task, optax.sgd(RATE), px.Plan(remat="full"), {"x": x})
         state = alone.init(seed=0)
         params = jax.device_get(state.params)
         exact, _ = alone.step(state, {"x": x})
-        errors, times = {}, {}
-        for case in cases:
-            case.start(params, x)
-            case.run()
-            errors[case.name] = _largest(case.params, jax.device_get(exact.params))
-            times[case.name] = []
-        for _ in range(ROUNDS):
-            for case in cases:
-                times[case.name].append(case.run())
-        median = {name: statistics.median(each) for name, each in times.items()}
-        for case in cases:
-            beside = median.get(f"{case.name} by hand")
-            ratio = f", {median[case.name] / beside:4.2f} x by hand" if beside else ""
-            print(f"{tokens:7,} tokens, {_text(case)}, {median[case.name]:6.2f} s of processor "
-                  f"time{ratio}, error {errors[case.name]:.0e}", flush=True)  # fmt: skip
+        errors = {}
+        for name, (step, _) in steps.items():
+            step.start(params, x)
+            step.step()
+            errors[name] = _largest(step.params, jax.device_get(exact.params))
+        seconds = median_seconds([step for step, _ in steps.values()], ROUNDS)
+        median = dict(zip(steps, seconds, strict=True))
+        for name, case in steps.items():
+            beside = median.get(f"{name} by hand")
+            ratio = f", {median[name] / beside:4.2f} x by hand" if beside else ""
+            print(f"{tokens:7,} tokens, {_text(name, *case)}, {median[name]:6.2f} s of processor "
+                  f"time{ratio}, error {errors[name]:.0e}", flush=True)  # fmt: skip
 
 
 def _largest(params: Any, exact: Any) -> float:
@@ -329,10 +291,11 @@ def _largest(params: Any, exact: Any) -> float:
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
 
 
-def _text(case: Case) -> str:
+def _text(name: str, step: CompiledStep, seconds: float) -> str:
+    received = sum(one.bytes * (one.trips or 1) for one in step.sent if one.kind != "all-reduce")
     return (
-        f"{case.name:17} {case.held / 2**20:8,.0f} MiB, {case.received / 2**20:7,.1f} MiB "
-        f"received, compiled in {case.seconds:3.0f} s"
+        f"{name:17} {step.temporaries / 2**20:8,.0f} MiB, {received / 2**20:7,.1f} MiB "
+        f"received, compiled in {seconds:3.0f} s"
     )
 
 
@@ -341,12 +304,12 @@ def elsewhere(target: str) -> None:
     for tokens in ELSEWHERE:
         for name in NAMES:
             try:
-                case = Case(name, tokens, px.topology(target)[:DEVICES])
+                case = compiled(name, tokens, px.topology(target)[:DEVICES])
             except (px.errors.OutOfMemoryError, jax.errors.JaxRuntimeError) as error:
                 reason = "does not fit" if "emory" in str(error) else str(error).splitlines()[0]
                 print(f"{target:8} {tokens:7,} tokens, {name:17} {reason[:80]}", flush=True)
                 continue
-            print(f"{target:8} {tokens:7,} tokens, {_text(case)}", flush=True)
+            print(f"{target:8} {tokens:7,} tokens, {_text(name, *case)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ WEIGHTS = ("gate", "up", "down")
 # --- Ways of dispatch -----------------------------------------------------------------------------
 
 
-def _init(key: Any) -> Any:
+def init(key: Any) -> Any:
     shapes = {
         "in": (WIDTH, WIDTH),
         "router": (WIDTH, EXPERTS),
@@ -108,20 +108,26 @@ DISPATCHES = {
 }
 
 
-def _layer(p: Any, x: Any, dispatch: Callable[..., Any]) -> Any:
+def layer(p: Any, x: Any, dispatch: Callable[..., Any]) -> Any:
     x = jnp.tanh(x @ p["in"])
     return x + dispatch(p, x)
+
+
+def task_of(dispatch: Callable[..., Any]) -> px.Task:
+    """Return the task that trains a layer on batches `{"x": (B, T, WIDTH)}`."""
+
+    def loss(params: Any, batch: Any, keys: Any) -> Any:
+        x = batch["x"]
+        return (layer(params, x.reshape(-1, WIDTH), dispatch) ** 2).reshape(x.shape).mean((1, 2))
+
+    return px.Task(init=init, loss=loss)
 
 
 # --- Compiled -------------------------------------------------------------------------------------
 
 
 def _by_plurax(dispatch: Callable[..., Any], mesh: Mesh) -> Any:
-    def loss(params: Any, batch: Any, keys: Any) -> Any:
-        x = batch["x"]
-        return (_layer(params, x.reshape(-1, WIDTH), dispatch) ** 2).reshape(x.shape).mean((1, 2))
-
-    task = px.Task(init=_init, loss=loss)
+    task = task_of(dispatch)
     rules: dict[str, Any] = dict.fromkeys(WEIGHTS, ("tensor", None, None))
     if dispatch is one_hot_named:
         rules["choices"] = (None, "tensor")
@@ -135,10 +141,10 @@ def _by_xla(dispatch: Callable[..., Any], mesh: Mesh) -> Any:
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("tensor"))
 
     def step(params: Any, x: Any) -> Any:
-        grads = jax.grad(lambda params: (_layer(params, x, dispatch) ** 2).mean())(params)
+        grads = jax.grad(lambda params: (layer(params, x, dispatch) ** 2).mean())(params)
         return jax.tree.map(lambda p, g: p - RATE * g, params, grads)
 
-    like = jax.eval_shape(_init, jax.random.key(0))
+    like = jax.eval_shape(init, jax.random.key(0))
     shardings = {name: split if name in WEIGHTS else whole for name in like}
     jitted = jax.jit(
         step, in_shardings=(shardings, whole), out_shardings=shardings, donate_argnums=0

@@ -17,9 +17,7 @@ Bytes are what each device receives in one turn, read from the compiled program:
 the room for rows. Memory is that of temporaries. Seconds are medians of steps in turns.
 """
 
-import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -34,10 +32,9 @@ from jax.sharding import PartitionSpec as P
 
 import plurax as px
 from benchmarks import experts
+from benchmarks.compiled_steps import CompiledStep, StepOfJax, StepOfPlurax, median_seconds
 from benchmarks.experts import CHOICES, DEVICES, EXPERTS, RATE, TOKENS, WEIGHTS, WIDTH
 from benchmarks.long_context import run
-from plurax.hlo.compiled_collectives import collectives
-from plurax.hlo.memory import memory
 
 ROUNDS, HERE = 5, 512
 """Steps that are timed, and of how many tokens: on a CPU, a product of groups is dense."""
@@ -79,7 +76,7 @@ def mixture_by_hand(p: Any, x: Any) -> Any:
 def _step_by_hand(mesh: Mesh, tokens: int) -> Any:
     def local(params: Any, x: Any) -> Any:
         def loss(p: Any) -> Any:
-            hidden = jnp.tanh(x @ p["in"])
+            hidden = jnp.tanh(x.reshape(-1, WIDTH) @ p["in"])
             return ((hidden + mixture_by_hand(p, hidden)) ** 2).sum() / (tokens * WIDTH)
 
         grads = jax.grad(loss)(params)
@@ -98,13 +95,7 @@ def _step_by_hand(mesh: Mesh, tokens: int) -> Any:
 
 
 def _like() -> Any:
-    return jax.eval_shape(experts._init, jax.random.key(0))
-
-
-def _loss(params: Any, batch: Any, keys: Any) -> Any:
-    x = batch["x"]
-    y = experts._layer(params, x.reshape(-1, WIDTH), experts.sorted_rows)
-    return (y**2).reshape(x.shape).mean((1, 2))
+    return jax.eval_shape(experts.init, jax.random.key(0))
 
 
 PLANS = {
@@ -117,96 +108,70 @@ PLANS = {
 def _step_by_xla() -> Any:
     def step(params: Any, x: Any) -> Any:
         def loss(p: Any) -> Any:
-            return (experts._layer(p, x, experts.sorted_rows) ** 2).mean()
+            return (experts.layer(p, x.reshape(-1, WIDTH), experts.sorted_rows) ** 2).mean()
 
         return jax.tree.map(lambda p, g: p - RATE * g, params, jax.grad(loss)(params))
 
     return jax.jit(step, donate_argnums=0)
 
 
-class Case:
-    """A step, compiled; `run` runs it and returns its processor seconds."""
-
-    def __init__(self, name: str, devices: Sequence[Any], tokens: int = TOKENS) -> None:
-        self.name, mesh = name, Mesh(np.asarray(devices), ("data",))
-        self.program: Any = None
-        batch = {"x": jax.ShapeDtypeStruct((8, tokens // 8, WIDTH), jnp.float32)}
-        if name in PLANS:
-            task = px.Task(init=experts._init, loss=_loss)
-            optimizer = optax.sgd(RATE)
-            self.program = px.compile(task, optimizer, PLANS[name], batch, devices=devices)
-            self.compiled = self.program.compiled_step
-        else:
-            self.split = NamedSharding(mesh, P("data"))
-            self.shardings = {
-                k: self.split if k in WEIGHTS else NamedSharding(mesh, P()) for k in _like()
-            }
-            params = jax.tree.map(
-                lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
-                _like(), self.shardings,
-            )  # fmt: skip
-            x = jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32, sharding=self.split)
-            step = _step_by_hand(mesh, tokens) if name == "by hand" else _step_by_xla()
-            self.compiled = step.lower(params, x).compile()
-        self.sent: Counter[str] = Counter()
-        for one in collectives(self.compiled.as_text(), mesh, unknown_trips=1):
-            self.sent[one.kind] += one.bytes * (one.trips or 1)
-
-    def start(self, params: Any, x: Any) -> None:
-        """Place what the step takes."""
-        if self.program is not None:
-            self.state = self.program.init(seed=0)
-            self.x = {"x": x.reshape(8, -1, WIDTH)}
-            return
-        self.state = jax.device_put(params, self.shardings)
-        self.x = jax.device_put(x, self.split)
-
-    def run(self) -> float:
-        """Run a step."""
-        started = time.process_time()
-        if self.program is not None:
-            self.state, _ = self.program.step(self.state, self.x)
-            jax.block_until_ready(self.state.params)
-        else:
-            self.state = jax.block_until_ready(self.compiled(self.state, self.x))
-        return time.process_time() - started
-
-    def text(self) -> str:
-        """What the compiled program sends and holds."""
-        sent = ", ".join(f"{kind} {size / 2**20:5.1f}" for kind, size in sorted(self.sent.items()))
-        return f"{self.name:20} {memory(self.compiled).temporaries / 2**20:6,.0f} MiB; {sent} MiB"
-
-
 NAMES = (*PLANS, "by hand", "XLA's partitioner")
+
+
+def _compiled(name: str, devices: Sequence[Any], tokens: int) -> CompiledStep:
+    """Return the step of a name for so many tokens."""
+    shape = (8, tokens // 8, WIDTH)
+    if name in PLANS:
+        batch = {"x": jax.ShapeDtypeStruct(shape, jnp.float32)}
+        task, optimizer = experts.task_of(experts.sorted_rows), optax.sgd(RATE)
+        return StepOfPlurax(px.compile(task, optimizer, PLANS[name], batch, devices=devices))
+    mesh = Mesh(np.asarray(devices), ("data",))
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    params = {
+        key: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=split if key in WEIGHTS else whole
+        )
+        for key, leaf in _like().items()
+    }
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=split)
+    jitted = _step_by_hand(mesh, tokens) if name == "by hand" else _step_by_xla()
+    return StepOfJax(jitted, params, x, mesh)
+
+
+def _text(name: str, step: CompiledStep) -> str:
+    sent = Counter[str]()
+    for one in step.sent:
+        sent[one.kind] += one.bytes * (one.trips or 1)
+    sizes = ", ".join(f"{kind} {size / 2**20:5.1f}" for kind, size in sorted(sent.items()))
+    return f"{name:20} {step.temporaries / 2**20:6,.0f} MiB; {sizes} MiB"
 
 
 def here() -> None:
     """Print what each takes on four virtual devices of this machine."""
     px.virtual_devices(DEVICES)
-    cases = [Case(name, jax.devices()[:DEVICES], HERE) for name in NAMES]
-    x = np.random.default_rng(0).normal(size=(HERE, WIDTH)).astype(np.float32)
-    params = jax.device_get(cases[0].program.init(seed=0).params)
-    times: dict[str, list[float]] = {name: [] for name in NAMES}
-    for case in cases:
-        case.start(params, x)
-        case.run()
-    for _ in range(ROUNDS):
-        for case in cases:
-            times[case.name].append(case.run())
-    median = {name: statistics.median(each) for name, each in times.items()}
-    exact = cases[NAMES.index("kept on each device")].state.params
-    for case in cases:
-        state = case.state if case.program is None else case.state.params
-        apart = max(float(np.abs(np.asarray(state[k]) - np.asarray(exact[k])).max()) for k in exact)
-        ratio = median[case.name] / median["by hand"]
-        print(f"{case.text()}; {median[case.name]:5.2f} s of processor time, {ratio:4.2f} x by "
-              f"hand; {apart:.0e} apart", flush=True)  # fmt: skip
+    steps = {name: _compiled(name, jax.devices()[:DEVICES], HERE) for name in NAMES}
+    x = np.random.default_rng(0).normal(size=(8, HERE // 8, WIDTH)).astype(np.float32)
+    plain = steps["kept on each device"]
+    plain.start(None, x)
+    params = plain.params
+    for step in steps.values():
+        step.start(params, x)
+        step.step()
+    seconds = dict(zip(steps, median_seconds([*steps.values()], ROUNDS), strict=True))
+    exact = plain.params
+    for name, step in steps.items():
+        found = step.params
+        apart = max(float(np.abs(found[key] - exact[key]).max()) for key in exact)
+        print(f"{_text(name, step)}; {seconds[name]:5.2f} s of processor time, "
+              f"{seconds[name] / seconds['by hand']:4.2f} x by hand; {apart:.0e} apart",
+              flush=True)  # fmt: skip
 
 
 def elsewhere(target: str) -> None:
     """Print what a machine's compiler makes of each."""
     for name in NAMES:
-        print(f"{target:10} {Case(name, px.topology(target)[:DEVICES]).text()}", flush=True)
+        step = _compiled(name, px.topology(target)[:DEVICES], TOKENS)
+        print(f"{target:10} {_text(name, step)}", flush=True)
 
 
 if __name__ == "__main__":

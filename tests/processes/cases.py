@@ -173,18 +173,6 @@ def fits(folder):
     return {name: outcome(fit(name, output=Path(folder, name))) for name in QUICK_FITS}
 
 
-def again(_folder):
-    """The losses of runs one behind the other, each of which ends by bringing its state home."""
-    task, plan = models.perceptron_stack(dtype=np.float64), px.Plan(pipeline=2, microbatches=2)
-    runs = [trained_stack(task, plan) for _ in range(6)]
-    return [run.history[-1]["loss"] for run in runs]
-
-
-def trained_stack(task, plan):
-    rows = models.data(16, dtype=np.float64)
-    return px.fit(task, models.optimizer(), rows, plan=plan, epochs=2, batch_size=8, progress=False)
-
-
 def more_fits(folder):
     """The other runs."""
     others = [name for name in FITS if name not in QUICK_FITS]
@@ -370,7 +358,6 @@ CASES = {
         steps,
         more_steps,
         fits,
-        again,
         called,
         more_fits,
         shares,

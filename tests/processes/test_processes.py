@@ -19,7 +19,7 @@ from tests.processes import cases, gang
 def ran(tmp_path_factory):
     """What each of two processes with four devices found, by case, and the folder of the runs."""
     folder = tmp_path_factory.mktemp("ran")
-    return gang.run(2, 4, "steps,fits,again,shares,saves", folder), folder
+    return gang.run(2, 4, "steps,fits,shares,saves", folder), folder
 
 
 @pytest.fixture(scope="module", params=[(2, 4), (4, 2)], ids=lambda sizes: "{}x{}".format(*sizes))
@@ -44,13 +44,6 @@ def check_steps(found, pair):
 def test_steps_as_by_hand(ran, pair):
     """To 1e-10 of steps written by hand, in every process."""
     check_steps(ran[0], pair)
-
-
-def test_runs_one_behind_the_other(ran, x64):
-    """What brings a run's state home is done before the next run speaks to the other processes."""
-    alone = cases.trained_stack(models.perceptron_stack(dtype=np.float64), px.Plan())
-    for found in ran[0]:
-        assert found["again"] == pytest.approx([alone.history[-1]["loss"]] * 6, rel=1e-10)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from tests import models
@@ -28,6 +29,8 @@ from plurax.distributed.global_arrays import fetch, gather, least, put
 from plurax.distributed.initialize import _check_port as check_port
 from plurax.distributed.initialize import exit_code
 from plurax.distributed.process_group import ProcessGroup, open_group
+from plurax.execute import program as program_module
+from plurax.execute import state_store
 from plurax.execute.array_data import ArrayData
 from plurax.hlo.compiled_collectives import collectives
 from plurax.mesh import _grid, make_mesh
@@ -437,3 +440,32 @@ def test_what_is_for_one_process_says_so(call, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(px.errors.ProcessError, match="is for one process, and there are 2"):
         call(models.mlp_task(), models.optimizer())
+
+
+CALLS = {
+    "init": lambda program, state, gradients: program.init(0),
+    "gradients": lambda program, state, gradients: program.gradients(state, models.data(9)),
+    "apply": lambda program, state, gradients: program.apply(state, gradients)[0],
+    "to_canonical": lambda program, state, gradients: program.to_canonical(state),
+    "place": lambda program, state, gradients: program.place(program.to_canonical(state)),
+}
+"""What starts a computation on the devices of all processes; of steps, `DispatchLimiter` waits."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_where_processes_share_cpus_a_call_waits_for_its_result(name, monkeypatch):
+    """Two in flight, in another order on each process, would receive each other's data."""
+    plan = px.Plan(data=3, zero=1)  # the state is padded: its canonical form is another
+    program = px.compile(models.mlp_task(), optax.adam(1e-2), plan, models.data(9))
+    state = program.init(0)
+    gradients = program.gradients(state, models.data(9))
+    waited = []
+
+    def wait(result):
+        waited.extend(map(id, jax.tree.leaves(result)))
+        return result
+
+    for module in (program_module, state_store):
+        monkeypatch.setattr(module, "one_at_a_time", wait)
+    result = CALLS[name](program, state, gradients)
+    assert {id(leaf) for leaf in jax.tree.leaves(result)} <= set(waited)

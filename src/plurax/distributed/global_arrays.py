@@ -135,8 +135,6 @@ def one_at_a_time(result: T) -> T:
     flight, which each process may run in another order, would receive each other's data: wrong
     numbers, or the end of the process ("Received data size doesn't match expected size").
     """
-    if jax.process_count() == 1:
-        return result
     leaves = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
     if leaves and not leaves[0].is_fully_addressable and jax.default_backend() == "cpu":
         jax.block_until_ready(leaves)

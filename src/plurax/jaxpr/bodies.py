@@ -1,8 +1,8 @@
-"""Apply what a transformation does to a function to the bodies of its loops and calls as well.
+"""Evaluate regions of a function in another way, in the bodies of its loops and calls as well.
 
-Some transformations cut a region of equations out of a function and evaluate it in another way.
-`regions_in_order` puts regions among the other equations; `apply_bodies` evaluates an equation that
-is a loop or a call, in whose body there may be regions too:
+Some transformations cut regions of equations out of a function before it is differentiated.
+`regions_in_order` puts regions among the other equations; an equation that is a loop or a call is
+applied to a body that is evaluated alike:
 
     equations of a layer          with the region {b, d}
     a = x @ w                     a
@@ -12,14 +12,27 @@ is a loop or a call, in whose body there may be regions too:
     e = tanh d
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal
+from jaxtyping import PyTree
 
-from plurax.jaxpr.compat import PLAIN_CALLS, Scan, called_jaxpr, inner_jaxprs
-from plurax.jaxpr.interpret import bind, needed, variables
+from plurax.jaxpr.compat import PLAIN_CALLS, Scan, called_jaxpr, inner_jaxprs, is_plain_call
+from plurax.jaxpr.interpret import (
+    bind,
+    constant,
+    dependent,
+    equation_context,
+    flat_equations,
+    interpret,
+    needed,
+    variables,
+)
 
 
 class CutRegion(Protocol):
@@ -36,43 +49,106 @@ class CutRegion(Protocol):
         """Return all variables that the region reads."""
 
 
-def apply_bodies(
-    eqn: Any,
-    inputs: list[Any],
-    of_rows: set[Any],
-    evaluate: Callable[..., list[Any]],
-    concerns: Callable[[Any], bool],
-) -> Sequence[Any]:
-    """Apply an equation; bodies of loops over layers, calls and `jax.checkpoint` by `evaluate`.
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """The equations in which regions are: `inputs` and `constants` of the jaxpr, `results`, and
+    `of_rows`, the variables that depend on examples."""
 
-    **Arguments:** `of_rows`, the variables that depend on examples; `evaluate(jaxpr, consts, args,
-    of_rows)` returns the results of a body, of whose inputs `of_rows` depend on examples;
-    `concerns`, whether a body has anything to be evaluated in another way.
+    eqns: Sequence[Any]
+    inputs: Sequence[Any]
+    constants: Mapping[Any, Any]
+    results: Sequence[Any]
+    of_rows: set[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Regions:
+    """How regions are found and evaluated.
+
+    **Fields:** `find(body)` returns them; `apply(region, body, values)` its results, given the
+    values of variables; `concerns(jaxpr)`, whether there may be any in a jaxpr.
     """
-    name = eqn.primitive.name
-    opened = name in ("scan", "remat2") or name in PLAIN_CALLS
-    inner = inner_jaxprs(eqn) if opened else []
-    if not any(map(concerns, inner)):
-        return bind(eqn, inputs)
-    flags = [not isinstance(atom, Literal) and atom in of_rows for atom in eqn.invars]
-    if name == "scan":
-        scan = Scan.of(eqn)
-        consts, carry, xs = scan.split(scan.body.invars)
-        own = scan.split(flags)
-        rows = {v for v, flag in zip((*consts, *xs), (*own[0], *own[2]), strict=True) if flag}
-        if any(flags):
-            rows.update(carry)
 
-        def body(*args: Any) -> list[Any]:
-            return evaluate(scan.body, scan.body_consts, args, rows)
+    find: Callable[[Body], Sequence[CutRegion]]
+    apply: Callable[[Any, Body, Mapping[Any, Any]], Sequence[Any]]
+    concerns: Callable[[Any], bool]
 
-        return scan.apply(body, inputs)
-    jaxpr, values = called_jaxpr(eqn)
-    rows = {var for var, flag in zip(jaxpr.invars, flags, strict=True) if flag}
-    if name in PLAIN_CALLS:
-        return evaluate(jaxpr, values, inputs, rows)
-    kept = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-    return jax.checkpoint(lambda *args: evaluate(jaxpr, values, args, rows), **kept)(*inputs)
+    def evaluate(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], of_rows: set[Any]
+    ) -> list[Any]:
+        """Evaluate a jaxpr. `of_rows` are the inputs that depend on examples."""
+        flat = flat_equations(jaxpr.eqns, jaxpr.outvars, inline=is_plain_call)
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        values.update(flat.constants)
+        constants = {var: values[var] for var in (*jaxpr.constvars, *flat.constants)}
+        reached = dependent(flat.eqns, of_rows)
+        body = Body(flat.eqns, jaxpr.invars, constants, flat.results, reached)
+        regions = self.find(body)
+        if not regions:  # as it is, but for what loops and calls hold
+            reached = dependent(jaxpr.eqns, of_rows)
+            inside = functools.partial(self._apply_inside, reached)
+            return interpret(jaxpr, consts, args, default=inside)
+
+        def read(atom: Any) -> Any:
+            return constant(atom) if isinstance(atom, Literal) else values[atom]
+
+        for step in regions_in_order(flat.eqns, flat.results, regions):
+            if not hasattr(step, "invars"):
+                values.update(zip(step.results, self.apply(step, body, values), strict=True))
+                continue
+            inputs = [read(atom) for atom in step.invars]
+            with equation_context(step):
+                outputs = self._apply_inside(reached, step, inputs)
+            values.update(zip(step.outvars, outputs, strict=True))
+        return [read(atom) for atom in flat.results]
+
+    def _apply_inside(self, of_rows: set[Any], eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+        """Apply an equation; bodies of loops over layers, calls and `jax.checkpoint` by regions."""
+        name = eqn.primitive.name
+        opened = name in ("scan", "remat2") or name in PLAIN_CALLS
+        inner = inner_jaxprs(eqn) if opened else []
+        if not any(map(self.concerns, inner)):
+            return bind(eqn, inputs)
+        flags = [not isinstance(atom, Literal) and atom in of_rows for atom in eqn.invars]
+        if name == "scan":
+            scan = Scan.of(eqn)
+            consts, carry, xs = scan.split(scan.body.invars)
+            own = scan.split(flags)
+            rows = {v for v, flag in zip((*consts, *xs), (*own[0], *own[2]), strict=True) if flag}
+            if any(flags):
+                rows.update(carry)
+
+            def body(*args: Any) -> list[Any]:
+                return self.evaluate(scan.body, scan.body_consts, args, rows)
+
+            return scan.apply(body, inputs)
+        jaxpr, values = called_jaxpr(eqn)
+        rows = {var for var, flag in zip(jaxpr.invars, flags, strict=True) if flag}
+        if name in PLAIN_CALLS:
+            return self.evaluate(jaxpr, values, inputs, rows)
+        kept = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
+        return jax.checkpoint(lambda *args: self.evaluate(jaxpr, values, args, rows), **kept)(
+            *inputs
+        )
+
+
+def by_jaxpr(
+    fun: Callable[..., PyTree], evaluate: Callable[..., list[Any]]
+) -> Callable[..., PyTree]:
+    """Return the same function, its jaxpr evaluated by `evaluate(jaxpr, consts, args, of_rows)`.
+
+    Its first argument is the parameters; the others depend on examples.
+    """
+
+    @functools.wraps(fun)
+    def run(*args: PyTree) -> PyTree:
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
+        of_rows = set(closed.jaxpr.invars[len(jax.tree.leaves(args[0])) :])
+        out = evaluate(closed.jaxpr, closed.consts, leaves, of_rows)
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    return run
 
 
 def regions_in_order(

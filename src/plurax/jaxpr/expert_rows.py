@@ -24,8 +24,7 @@ https://arxiv.org/abs/2211.15841); experts on devices that have other tokens are
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,19 +32,10 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, Primitive
 from jaxtyping import Array, Int, PyTree
 
-from plurax.jaxpr.bodies import apply_bodies, regions_in_order
-from plurax.jaxpr.compat import is_plain_call
+from plurax.jaxpr.block_arrays import filled, floating
+from plurax.jaxpr.bodies import Body, Regions, by_jaxpr
 from plurax.jaxpr.equal_dims import shape_of
-from plurax.jaxpr.interpret import (
-    bind,
-    constant,
-    dependent,
-    equation_context,
-    flat_equations,
-    holds,
-    interpret,
-    variables,
-)
+from plurax.jaxpr.interpret import bind, constant, equation_context, holds, variables
 from plurax.jaxpr.row_by_row import row_of_call, row_of_operand, row_of_result
 
 AT_EXPERTS = "at_experts"
@@ -176,8 +166,8 @@ class RowFunction:
     """
 
     jaxpr: Any
-    operands: tuple[int, int, int]
-    results: tuple[int, int, int]
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
     groups: tuple[int, ...]
     result_groups: tuple[int, ...]
     cotangents: int
@@ -213,93 +203,80 @@ def split(arrays: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
 def _bound(
     compute: Callable[..., Any],
     operands: Sequence[Sequence[Any]],
-    results: tuple[int, int, int],
     groups: tuple[int, ...],
-    result_groups: Sequence[int],
-    cotangents: int,
     devices: int,
-) -> list[list[Any]]:
+    cotangents: int = 0,
+) -> Any:
     """Bind the primitive to `operands`: rows, weights, whole values and a list of sizes.
 
-    It is traced here for the shapes of one device, in the mesh of the function.
+    It is traced here for the shapes of one device, in the mesh of the function. Returns what
+    `compute` does: lists of rows, of weights in the order of the operands, and of sums; of what has
+    no gradient, None.
     """
     rows, weights, whole, (sizes,) = operands
-    count = rows[0].shape[0]
-    room = slots_of(count, devices)[1]
+    room = slots_of(rows[0].shape[0], devices)[1]
     of_device = [jax.ShapeDtypeStruct((room, *x.shape[1:]), x.dtype) for x in rows]
     own = []
     for w, dim in zip(weights, groups, strict=True):
         shape = (*w.shape[:dim], w.shape[dim] // devices, *w.shape[dim + 1 :])
         own.append(jax.ShapeDtypeStruct(shape, w.dtype))
     few = jax.ShapeDtypeStruct((sizes.shape[0] // devices,), jnp.int32)
-    jaxpr = jax.make_jaxpr(compute)(of_device, own, list(whole), few)
-    counts = len(rows), len(weights), len(whole)
+    traced = jax.make_jaxpr(compute, return_shape=True)
+    jaxpr, shapes = traced(of_device, own, list(whole), few)
+    by_group = zip(groups, shapes[1], strict=False)  # the forward pass returns none
     function = RowFunction(
-        jaxpr, counts, results, groups, tuple(result_groups), cotangents, devices
+        jaxpr,
+        (len(rows), len(weights), len(whole)),
+        tuple(len(jax.tree.leaves(part)) for part in shapes),
+        groups,
+        tuple(dim for dim, leaf in by_group if leaf is not None),
+        cotangents,
+        devices,
     )
-    flat = [array for part in operands for array in part]
-    return split(at_experts_p.bind(*flat, function=function), results)
+    flat = at_experts_p.bind(*(a for part in operands for a in part), function=function)
+    return jax.tree.unflatten(jax.tree.structure(shapes), flat)
 
 
-def _evaluated(region: ExpertRows, devices: int) -> Callable[..., list[Array]]:
+def _sent(region: ExpertRows, devices: int) -> Callable[..., list[Array]]:
     """Return the region as a function of rows, weights, whole values and sizes, with a gradient."""
     groups = tuple(dim for _, dim in region.weights)
 
     @jax.custom_vjp
     def apply(rows: Any, weights: Any, whole: Any, sizes: Any) -> list[Array]:
-        counts = len(region.results), 0, 0
-        operands = rows, weights, whole, [sizes]
-        return _bound(region.compute, operands, counts, groups, (), 0, devices)[0]
+        def compute(*operands: Any) -> Any:
+            return region.compute(*operands), [], []
+
+        out: list[Array] = _bound(compute, (rows, weights, whole, [sizes]), groups, devices)[0]
+        return out
 
     def saved(*operands: Any) -> Any:
         return apply(*operands), operands
 
     def backward(operands: Any, cotangents: Any) -> Any:
-        *parts, sizes = operands
-        real = [[jnp.issubdtype(a.dtype, jnp.inexact) for a in part] for part in parts]
-        received = [g for g, var in zip(cotangents, region.results, strict=True) if _real(var)]
+        rows, weights, whole, sizes = operands
+        received = [None if g.dtype == jax.dtypes.float0 else g for g in cotangents]
+        sent, structure = jax.tree.flatten(received)
 
-        def gradients(rows: Any, weights: Any, whole: Any, sizes: Any) -> Any:
-            own = [list(rows[: len(region.rows)]), list(weights), list(whole)]
+        def gradients(own: Any, weights: Any, whole: Any, sizes: Any) -> Any:
+            every = [list(own[: len(rows)]), weights, whole]
 
-            def some(*chosen: Any) -> list[Array]:
-                filled = [_filled(a, m, c) for a, m, c in zip(own, real, chosen, strict=True)]
-                out = region.compute(filled[0], filled[1], filled[2], sizes)
-                return [y for y, var in zip(out, region.results, strict=True) if _real(var)]
+            def some(*chosen: Any) -> list[Any]:
+                parts = [filled(a, b) for a, b in zip(every, chosen, strict=True)]
+                return _floating(region.compute(parts[0], parts[1], parts[2], sizes))
 
-            chosen = [_chosen(part, marks) for part, marks in zip(own, real, strict=True)]
-            return jax.vjp(some, *chosen)[1](list(rows[len(region.rows) :]))
+            back = jax.vjp(some, *map(_floating, every))[1]
+            return back(jax.tree.unflatten(structure, own[len(rows) :]))
 
-        counts = sum(real[0]), sum(real[1]), sum(real[2])
-        operands = [*parts[0], *received], *parts[1:], [sizes]
-        result_groups = _chosen(groups, real[1])
-        zeros = len(received)
-        grads = _bound(gradients, operands, counts, groups, result_groups, zeros, devices)
-        spread = [_spread(part, marks) for part, marks in zip(grads, real, strict=True)]
-        return *spread, None
+        parts = [*rows, *sent], weights, whole, [sizes]
+        return *_bound(gradients, parts, groups, devices, len(sent)), None
 
     apply.defvjp(saved, backward)
     return apply
 
 
-def _real(var: Any) -> bool:
-    return bool(jnp.issubdtype(var.aval.dtype, jnp.inexact))
-
-
-def _chosen(values: Sequence[Any], marks: Sequence[bool]) -> list[Any]:
-    return [value for value, mark in zip(values, marks, strict=True) if mark]
-
-
-def _filled(values: Sequence[Any], marks: Sequence[bool], others: Sequence[Any]) -> list[Any]:
-    """Return the values, in the places of `marks` those of `others`."""
-    rest = iter(others)
-    return [next(rest) if mark else value for value, mark in zip(values, marks, strict=True)]
-
-
-def _spread(values: Sequence[Any], marks: Sequence[bool]) -> list[Any]:
-    """Return the values in the places of `marks`, and None in others."""
-    rest = iter(values)
-    return [next(rest) if mark else None for mark in marks]
+def _floating(arrays: Sequence[Any]) -> list[Any]:
+    """Return the arrays that have a derivative, and None for others."""
+    return floating(arrays, [True] * len(arrays))
 
 
 # --- The function ---------------------------------------------------------------------------------
@@ -312,57 +289,21 @@ def at_experts(fun: Callable[..., PyTree], devices: int) -> Callable[..., PyTree
     `devices`, which have to divide the experts. Weights that depend on other arguments stay.
     """
 
-    @functools.wraps(fun)
-    def cut(*args: PyTree) -> PyTree:
-        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
-        of_rows = set(closed.jaxpr.invars[len(jax.tree.leaves(args[0])) :])
-        out = _evaluate(closed.jaxpr, closed.consts, leaves, of_rows, devices)
-        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+    def find(body: Body) -> list[ExpertRows]:
+        return expert_rows(body.eqns, body.results, body.of_rows, devices)
 
-    return cut
+    def apply(region: ExpertRows, _: Body, values: Mapping[Any, Any]) -> list[Array]:
+        rows = [jnp.moveaxis(values[var], dim, 0) for var, dim in region.rows]
+        weights = [values[var] for var, _ in region.weights]
+        whole = [values[var] for var in region.whole]
+        out = _sent(region, devices)(rows, weights, whole, values[region.sizes])
+        dims = [region.dims[var] for var in region.results]
+        return [jnp.moveaxis(y, 0, dim) for y, dim in zip(out, dims, strict=True)]
 
+    def has_experts(jaxpr: Any) -> bool:
+        return holds(jaxpr, "ragged_dot_general")
 
-def _evaluate(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], of_rows: set[Any], devices: int
-) -> list[Any]:
-    """Evaluate a jaxpr, rows of experts cut out. `of_rows` are inputs that depend on examples."""
-    flat = flat_equations(jaxpr.eqns, jaxpr.outvars, inline=is_plain_call)
-    reached = dependent(flat.eqns, of_rows)
-    regions = expert_rows(flat.eqns, flat.results, reached, devices)
-    again = functools.partial(_evaluate, devices=devices)
-    if not regions:  # as it is, but for what loops and calls hold
-        reached = dependent(jaxpr.eqns, of_rows)
-
-        def inside(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
-            return apply_bodies(eqn, inputs, reached, again, _has_experts)
-
-        return interpret(jaxpr, consts, args, default=inside)
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    values.update(flat.constants)
-
-    def read(atom: Any) -> Any:
-        return constant(atom) if isinstance(atom, Literal) else values[atom]
-
-    for step in regions_in_order(flat.eqns, flat.results, regions):
-        if isinstance(step, ExpertRows):
-            rows = [jnp.moveaxis(values[var], dim, 0) for var, dim in step.rows]
-            weights = [values[var] for var, _ in step.weights]
-            whole = [values[var] for var in step.whole]
-            found = _evaluated(step, devices)(rows, weights, whole, values[step.sizes])
-            dims = [step.dims[var] for var in step.results]
-            back = [jnp.moveaxis(y, 0, dim) for y, dim in zip(found, dims, strict=True)]
-            values.update(zip(step.results, back, strict=True))
-            continue
-        inputs = [read(atom) for atom in step.invars]
-        with equation_context(step):
-            outputs = apply_bodies(step, inputs, reached, again, _has_experts)
-        values.update(zip(step.outvars, outputs, strict=True))
-    return [read(atom) for atom in flat.results]
-
-
-def _has_experts(jaxpr: Any) -> bool:
-    return holds(jaxpr, "ragged_dot_general")
+    return by_jaxpr(fun, Regions(find, apply, has_experts).evaluate)
 
 
 # --- Where rows of experts are --------------------------------------------------------------------

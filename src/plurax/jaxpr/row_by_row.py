@@ -1,9 +1,13 @@
 """Which operations leave the rows of an operand apart, and where the result has them.
 
-y = silu(x), x (8, 4)          rows (dim 0) are rows 0
-y = x.T                        rows 1
-y = concatenate([x, x], 1)     rows 0
-y = x.sum(0)                   none: rows are added up
+x (8, 4) has its rows in dim 0:
+
+    y = silu(x)                    rows 0
+    y = x.T                        rows 1
+    y = concatenate([x, x], 1)     rows 0
+    y = x.sum(0)                   none: rows are added up
+
+A call with a derivative of its own, such as `jax.nn.relu`, does if all that it computes does.
 """
 
 from typing import Any

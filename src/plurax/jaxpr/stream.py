@@ -12,28 +12,19 @@ function is searched for such products, also in loops over layers, and evaluated
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.extend.core import Literal
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.jaxpr.bodies import apply_bodies, regions_in_order
-from plurax.jaxpr.compat import is_plain_call
+from plurax.jaxpr.bodies import Body, Regions, by_jaxpr
 from plurax.jaxpr.context import Context
 from plurax.jaxpr.equal_dims import shape_of
 from plurax.jaxpr.follow_dim import Region, candidates, follow
 from plurax.jaxpr.forms import NotFollowedError
 from plurax.jaxpr.interpret import (
     all_equations,
-    constant,
-    dependent,
-    equation_context,
-    flat_equations,
-    interpret,
     source_line,
     variables,
 )
@@ -92,66 +83,35 @@ def streamed(
     if block is None:
         return fun
 
-    @functools.wraps(fun)
-    def in_blocks(*args: PyTree) -> PyTree:
-        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
-        parameters = len(jax.tree.leaves(args[0]))
-        of_rows = set(closed.jaxpr.invars[parameters:])
+    def evaluate(*jaxpr: Any) -> list[Any]:
         options = StreamOptions(block, context, skip)
-        out = _evaluate(closed.jaxpr, closed.consts, leaves, of_rows, options)
+        out = _regions_of(options).evaluate(*jaxpr)
         if len(set(options.orders)) > 1:
             # Attention of which no key is masked would gather what is in order from all devices.
-            options = dataclasses.replace(options, worthwhile=1)
-            out = _evaluate(closed.jaxpr, closed.consts, leaves, of_rows, options)
-        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+            out = _regions_of(dataclasses.replace(options, worthwhile=1)).evaluate(*jaxpr)
+        return out
 
+    in_blocks = by_jaxpr(fun, evaluate)
     if context is None:
         return in_blocks
     return over_tokens(in_blocks, Order(context.devices))
 
 
-def _evaluate(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    of_rows: set[Any],
-    options: StreamOptions,
-) -> list[Any]:
-    """Evaluate a jaxpr, regions in blocks. `of_rows` are the inputs that depend on examples."""
-    flat = flat_equations(jaxpr.eqns, jaxpr.outvars, inline=is_plain_call)
-    reached = dependent(flat.eqns, of_rows)
-    regions = _regions(flat.eqns, flat.results, reached, options)
-    again = functools.partial(_evaluate, options=options)
-    if not regions:  # as it is, but for what loops and calls hold
-        reached = dependent(jaxpr.eqns, of_rows)
+def _regions_of(options: StreamOptions) -> Regions:
+    """Return how attention is found, and evaluated in blocks."""
 
-        def inside(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
-            return apply_bodies(eqn, inputs, reached, again, _has_products)
+    def find(body: Body) -> list[Region]:
+        return _regions(body.eqns, body.results, body.of_rows, options)
 
-        return interpret(jaxpr, consts, args, default=inside)
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    values.update(flat.constants)
-    constants = {var: values[var] for var in (*jaxpr.constvars, *flat.constants)}
+    def apply(region: Region, body: Body, values: Mapping[Any, Any]) -> Sequence[Any]:
+        queries = functools.partial(
+            seen_queries, eqns=body.eqns, inputs=body.inputs, constants=body.constants
+        )
+        stream = _key_blocks(region, options, queries)
+        inputs = [values[var] for var, _ in region.inputs]
+        return stream(inputs, [values[var] for var in stream.beside])
 
-    def read(atom: Any) -> Any:
-        return constant(atom) if isinstance(atom, Literal) else values[atom]
-
-    for step in regions_in_order(flat.eqns, flat.results, regions):
-        if isinstance(step, Region):
-            find = functools.partial(
-                seen_queries, eqns=flat.eqns, inputs=jaxpr.invars, constants=constants
-            )
-            stream = _key_blocks(step, options, find)
-            inputs = [values[var] for var, _ in step.inputs]
-            results = stream(inputs, [values[var] for var in stream.beside])
-            values.update(zip(step.results, results, strict=True))
-            continue
-        inputs = [read(atom) for atom in step.invars]
-        with equation_context(step):
-            outputs = apply_bodies(step, inputs, reached, again, _has_products)
-        values.update(zip(step.outvars, outputs, strict=True))
-    return [read(atom) for atom in flat.results]
+    return Regions(find, apply, _has_products)
 
 
 def _key_blocks(region: Region, options: StreamOptions, find: Callable[..., Queries]) -> KeyBlocks:

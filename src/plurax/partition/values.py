@@ -24,6 +24,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
+from plurax.collective import ring_bytes_sent
 from plurax.jaxpr.product_dims import ProductDims
 from plurax.sharding.spec import REPLICAS, TensorSharding
 
@@ -279,9 +280,7 @@ class InnerCollective:
 
     def bytes_sent(self, devices: int) -> float:
         """Return the bytes that each of so many devices sends, in a ring."""
-        size = self.bytes(devices)
-        share = (devices - 1) / devices
-        return {"all-reduce": 2 * size * share, "all-gather": size * share}.get(self.kind, size)
+        return ring_bytes_sent(self.kind, self.bytes(devices), devices)
 
 
 @dataclasses.dataclass(frozen=True)

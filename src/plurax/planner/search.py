@@ -42,7 +42,7 @@ from plurax.execute.check import check_kinds
 from plurax.execute.coupling import may_pad
 from plurax.execute.placement import abstract_batch
 from plurax.execute.population import HyperFn, example_network
-from plurax.execute.streamed_task import has_attention, streamed_task
+from plurax.execute.transformed_task import has_attention, streamed_task
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.mesh import abstract_mesh

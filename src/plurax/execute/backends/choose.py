@@ -13,7 +13,7 @@ from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.pipelined import PipelinedBackend
 from plurax.execute.backends.replicated import ReplicatedBackend
 from plurax.execute.backends.sharded import ShardedBackend
-from plurax.execute.streamed_task import streamed_task, transformed_task
+from plurax.execute.transformed_task import streamed_task, transformed_task
 from plurax.jaxpr.context import Context
 from plurax.jaxpr.expert_rows import at_experts
 from plurax.mesh import platform_of

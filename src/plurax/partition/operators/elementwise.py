@@ -21,10 +21,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from plurax.jaxpr.block_arrays import neutral as of_extreme
 from plurax.jaxpr.compat import LINEAR
 from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import (
@@ -147,20 +147,12 @@ def reduction(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> De
 
 def neutral(name: str, dtype: Any) -> Any:
     """Return the neutral element of a reduction, or None if shards cannot be reduced separately."""
-    truth = jnp.issubdtype(dtype, jnp.bool_)
-    if name in ("reduce_and", "reduce_or"):
-        return (name == "reduce_and") if truth else None
     if name == "reduce_sum":
         return 0
-    if name not in ("reduce_max", "reduce_min"):
-        return None
-    least = name == "reduce_max"
-    if truth:
-        return not least
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return -jnp.inf if least else jnp.inf
-    limits = np.iinfo(dtype)
-    return limits.min if least else limits.max
+    truth = jnp.issubdtype(dtype, jnp.bool_)
+    if name in ("reduce_max", "reduce_min") or (name in ("reduce_and", "reduce_or") and truth):
+        return of_extreme(name, dtype)
+    return None
 
 
 def _groups(axes: Axes, over: tuple[str, ...]) -> list[list[str]]:
