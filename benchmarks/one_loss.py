@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 import plurax as px
 from benchmarks import machine
 from benchmarks.harness import ROOT
-from benchmarks.one_loss_plans import DEVICES, NETWORKS, Way, train, train_in_processes, ways
+from benchmarks.one_loss_plans import DEVICES, NETWORKS, WAYS, Way, train, train_in_processes, ways
 from plurax.report.colors import BLACK, GREY, LIGHT, PALETTE
 from plurax.report.picture import shrink_png
 
@@ -144,7 +144,7 @@ def draw(stored: dict[str, Any]) -> None:
     """Draw losses above, below them the largest difference so far."""
     figure = Figure(figsize=SIZE, dpi=DPI, facecolor="white", layout="constrained")
     axes = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(2, 3))
-    families = list(dict.fromkeys(way.family for way in ways("dense").values()))
+    families = list(dict.fromkeys(way.family for way in WAYS))
     colors = {family: PALETTE[index % len(PALETTE)] for index, family in enumerate(families)}
     dashes = {family: "--" if families.index(family) >= len(PALETTE) else "-" for family in colors}
     for above, below, network in zip(*axes, NETWORKS, strict=True):
@@ -202,17 +202,21 @@ def tables(stored: dict[str, Any]) -> str:
     """The largest difference of each plan, and of all, in Markdown."""
     apart = stored["differences"]
 
+    def cell(network: str, name: str, precision: str) -> str:
+        if name not in apart[network]:
+            return ""
+        largest = np.abs(apart[network][name][precision]).max()
+        return f"{largest:.1e}" if largest else "0"
+
     def cells(name: str) -> str:
-        return " | ".join(
-            f"{np.abs(apart[network][name][precision]).max():.1e}" if name in apart[network] else ""
-            for network in NETWORKS for precision in PRECISIONS
-        )  # fmt: skip
+        each = ((network, precision) for network in NETWORKS for precision in PRECISIONS)
+        return " | ".join(cell(network, name, precision) for network, precision in each)
 
     versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
     lines = [
         "| plan | transformer, float32 | float64 | experts, float32 | float64 |",
         "|---|---:|---:|---:|---:|",
-        *(f"| {_in_table(name, way)} | {cells(name)} |" for name, way in ways("dense").items()),
+        *(f"| {_in_table(way)} | {cells(way.name)} |" for way in WAYS[1:]),
         "| **all** | " + " | ".join(
             f"**{largest_of(stored, network, precision):.1e}**"
             for network in NETWORKS for precision in PRECISIONS
@@ -223,13 +227,9 @@ def tables(stored: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _in_table(name: str, way: Way) -> str:
-    return f"{way.said}: {_plan_text(way)}" if way.said else _plan_text(way)
-
-
-def _plan_text(way: Way) -> str:
-    text = px.Plan(**way.fields).sizes_text()
-    return "one device" if text == "one device" else f"`{text}`"
+def _in_table(way: Way) -> str:
+    fields = f"`{way.sizes}`" if way.fields else ""
+    return ": ".join(text for text in (way.said, fields) if text)
 
 
 def show() -> None:

@@ -188,30 +188,40 @@ class Way:
 
     **Fields:** `family`, under which it is drawn; `fields` of the plan, without rules; `said`, what
     the fields do not say; `sequence`, whether activations between layers are split by token;
-    `members` of the population of which it is the first; `servers`; `processes` that train
-    together; `experts`, whether the mixture is trained so too.
+    `owners`, whether experts are split over `data`, so that tokens are sent to them; `members` of
+    the population of which it is the first; `servers`; `processes` that train together; `dense` and
+    `experts`, which networks are trained so.
     """
 
     family: str
     fields: dict[str, Any]
     said: str = ""
     sequence: bool = False
+    owners: bool = False
     members: int = 0
     servers: px.Servers | None = None
     processes: int = 1
+    dense: bool = True
     experts: bool = True
 
     @property
+    def sizes(self) -> str:
+        """The fields as text, without a schedule by hand."""
+        shown = {key: value for key, value in self.fields.items() if value is not BY_HAND}
+        return px.Plan(**shown).sizes_text()
+
+    @property
     def name(self) -> str:
-        """What tables and tests call it."""
-        sizes = px.Plan(**self.fields).sizes_text()
-        return ": ".join(text for text in (self.said, sizes) if text)
+        """What tests call it."""
+        return ": ".join(text for text in (self.said, self.sizes) if text)
 
     def plan(self, network: Network) -> px.Plan:
         """The plan for a network: with `tensor`, its rules."""
         rules = dict(network.rules) if self.fields.get("tensor", 1) > 1 else {}
         if self.sequence:
             rules["residual"] = (..., "tensor", None)
+        if self.owners:
+            rules |= dict.fromkeys(BY_EXPERT, (..., "data", None, None))
         return px.Plan(**self.fields, shardings=rules)
 
 
@@ -245,8 +255,11 @@ WAYS = (
     Way("pipelines", {"pipeline": 2, "microbatches": 4, "schedule": "interleaved"}),
     Way("pipelines", {"pipeline": 4, "microbatches": 4, "schedule": "zb-h1"}),
     Way("pipelines", {"pipeline": 2, "microbatches": 4, "layers": (1, 3)}, experts=False),
-    Way("pipelines", {"pipeline": 2, "microbatches": 4, "schedule": BY_HAND}, "by hand",
+    Way("pipelines", {"pipeline": 2, "microbatches": 4, "schedule": BY_HAND}, "schedule by hand",
         experts=False),
+    Way("experts over data", {"data": 4}, "experts over `data`", owners=True, dense=False),
+    Way("experts over data", {"data": 2, "tensor": 2, "zero": 3}, "experts over `data`",
+        owners=True, dense=False),
     Way("hybrids", {"data": 2, "tensor": 4}),
     Way("hybrids", {"data": 2, "tensor": 2, "zero": 3, "microbatches": 2, "remat": "full"}),
     Way("hybrids", {"data": 2, "context": 4, **RING, "zero": 3}),
@@ -255,11 +268,11 @@ WAYS = (
     Way("hybrids", {"data": 2, "pipeline": 2, "tensor": 2, "microbatches": 2, "zero": 1}),
     Way("hybrids", {"pipeline": 2, "context": 2, "tensor": 2, "microbatches": 2, **IN_HEADS,
                     "schedule": "zb-h1"}, experts=False),
-    Way("members", {"chunk": 2, "batch_dim": "major"}, "the first of two", members=2),
-    Way("members", {"member": 2, "data": 2, "zero": 1, "chunk": 1}, "the first of two", members=2,
-        experts=False),
-    Way("servers", {}, "sync, two workers, two servers", servers=_servers(2, 2)),
-    Way("servers", {"data": 2, "zero": 2}, "sync, three workers, one server",
+    Way("members", {"chunk": 2, "batch_dim": "major"}, "the first of two members", members=2),
+    Way("members", {"member": 2, "data": 2, "zero": 1, "chunk": 1}, "the first of two members",
+        members=2, experts=False),
+    Way("servers", {}, "servers in sync, two workers", servers=_servers(2, 2)),
+    Way("servers", {"data": 2, "zero": 2}, "servers in sync, three workers",
         servers=_servers(3, 1), experts=False),
     Way("two processes", {"data": 8, "zero": 1}, "two processes", processes=2),
     Way("two processes", {"tensor": 2}, "two processes", processes=2, experts=False),
@@ -272,7 +285,7 @@ DEVICES = 8
 
 def ways(network: str) -> dict[str, Way]:
     """Those that train a network, by name; the first is one device."""
-    return {way.name: way for way in WAYS if network == "dense" or way.experts}
+    return {way.name: way for way in WAYS if getattr(way, network)}
 
 
 # --- Training -------------------------------------------------------------------------------------

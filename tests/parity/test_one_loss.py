@@ -7,8 +7,11 @@ that twenty updates lead to hardly more. 1e-12 leaves room for thousands of roun
 a gradient of which 1e-9 is missing.
 """
 
+import json
+
 import numpy as np
 import pytest
+from benchmarks.one_loss import PAGE, STORED, tables
 from benchmarks.one_loss_plans import NETWORKS, Way, train, train_in_processes, ways
 
 STEPS = 20
@@ -61,3 +64,11 @@ def test_the_losses_fall(alone):
     for network in NETWORKS:
         first, *_, last = alone(network)
         assert last < first - 0.5
+
+
+def test_the_page_has_what_is_stored():
+    """All plans were trained, and the page has how far their losses are apart."""
+    stored = json.loads(STORED.read_text())
+    for network in NETWORKS:
+        assert set(stored["differences"][network]) == set(ways(network))
+    assert tables(stored) in PAGE.read_text(encoding="utf-8")
