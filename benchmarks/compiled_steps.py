@@ -45,7 +45,7 @@ class StepOfPlurax(CompiledStep):
     def __init__(self, program: Any) -> None:
         self.program = program
         self.temporaries = program.memory().temporaries
-        self.sent = collectives(program.compiled_step.as_text(), program.mesh, unknown_trips=1)
+        self.sent = collectives(program.compiled_step.as_text(), program.mesh)
 
     def start(self, params: Any, x: Any) -> None:
         """Place the rows."""
@@ -71,7 +71,7 @@ class StepOfJax(CompiledStep):
         self._like = params, x
         self._compiled = jitted.lower(params, x).compile()
         self.temporaries = memory(self._compiled).temporaries
-        self.sent = collectives(self._compiled.as_text(), mesh, unknown_trips=1)
+        self.sent = collectives(self._compiled.as_text(), mesh)
 
     def start(self, params: Any, x: Any) -> None:
         """Place parameters and rows."""

@@ -13,8 +13,8 @@ too, a step of SGD in float32:
     gathered              plurax, `zero=3`
     XLA's partitioner     the plain code in `jax.jit`, tokens and weights split by sharding
 
-Bytes are what each device receives in one turn, read from the compiled program: of ragged exchanges
-the room for rows. Memory is that of temporaries. Seconds are medians of steps in turns.
+Bytes are what each device receives in the first turn, read from the compiled program: of ragged
+exchanges the room for rows. Memory is that of temporaries. Seconds are medians of steps in turns.
 """
 
 import sys
@@ -36,7 +36,7 @@ from benchmarks.compiled_steps import CompiledStep, StepOfJax, StepOfPlurax, med
 from benchmarks.experts import CHOICES, DEVICES, EXPERTS, RATE, TOKENS, WEIGHTS, WIDTH
 from benchmarks.long_context import run
 
-ROUNDS, HERE = 5, 512
+ROUNDS, HERE = 11, 512
 """Steps that are timed, and of how many tokens: on a CPU, a product of groups is dense."""
 
 
@@ -141,7 +141,7 @@ def _compiled(name: str, devices: Sequence[Any], tokens: int) -> CompiledStep:
 def _text(name: str, step: CompiledStep) -> str:
     sent = Counter[str]()
     for one in step.sent:
-        sent[one.kind] += one.bytes * (one.trips or 1)
+        sent[one.kind] += one.bytes * (one.trips or 0)  # later turns are in a loop
     sizes = ", ".join(f"{kind} {size / 2**20:5.1f}" for kind, size in sorted(sent.items()))
     return f"{name:20} {step.temporaries / 2**20:6,.0f} MiB; {sizes} MiB"
 

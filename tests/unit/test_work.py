@@ -9,6 +9,7 @@ from tests.unit.test_liveness import flat, perceptron, transformer
 
 import plurax as px
 from plurax.execute.recorder import record_step
+from plurax.partition.scopes import IF_UNEVEN
 from plurax.trace.clock import Clock
 from plurax.trace.collectives import planned_collectives
 from plurax.trace.compiler_rules import rules_of_seconds
@@ -96,8 +97,12 @@ def test_loops_and_branches():
     def unknown(x):
         return jax.lax.while_loop(lambda h: h[0, 0] < 1, lambda h: h @ h, x)
 
-    counts = [dict(work(flat(fun, x), {}).products) for fun in (loop, branch, unknown)]
-    assert counts == [{one: 5}, {one: 1}, {one: 1}]
+    def uneven(x):
+        with jax.named_scope(IF_UNEVEN):
+            return unknown(x @ x)
+
+    counts = [dict(work(flat(fun, x), {}).products) for fun in (loop, branch, unknown, uneven)]
+    assert counts == [{one: 5}, {one: 1}, {one: 1}, {one: 1}]
 
 
 def test_rows_of_a_stack_are_read_one_at_a_time():

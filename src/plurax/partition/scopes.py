@@ -6,12 +6,17 @@ operation for which it was inserted. Its scope has:
     `for:[sort in attention]:`                       a gather: `sort` needs its operand whole
     `for:[custom in attention]:[model.py:7 (f)]:`    the operation has no rule; its line
     `by_hand:[shard_map]:`                           the model's own, in a `jax.shard_map`
+    `if_uneven:[turns]:`                             a loop that runs for few batches
 """
 
 import re
 
 BY_HAND = "by_hand:[shard_map]:"
 """The scope of what a model computes in a `jax.shard_map` of its own."""
+
+
+IF_UNEVEN = "if_uneven:[turns]:"
+"""The scope of a loop that does not run for a batch that is routed evenly, and in no estimate."""
 
 
 def reason_scope(operation: str, line: str | None) -> str:

@@ -30,6 +30,7 @@ from plurax.jaxpr.compat import (
 from plurax.jaxpr.fused_attention import FUSED_ATTENTION, attention_products
 from plurax.jaxpr.pallas import pallas_products
 from plurax.jaxpr.product_dims import product_dims
+from plurax.partition.scopes import IF_UNEVEN
 from plurax.trace.step_trace import COLLECTIVES, Block, Op, Value
 
 
@@ -111,7 +112,8 @@ class Flattener:
         blocks: list[Block] = []
         trips: int | None = 1
         if name == "while":
-            blocks, trips = [self._while_body(eqn, inputs, ops)], None
+            expected = 0 if IF_UNEVEN in self._scopes else None
+            blocks, trips = [self._while_body(eqn, inputs, ops)], expected
             operands += blocks[0].inputs[: -len(outputs)]
             params = {"carry": inputs[-len(outputs) :], "condition": self._condition(eqn, inputs)}
         elif name == "cond":

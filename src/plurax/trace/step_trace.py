@@ -68,7 +68,8 @@ class Value:
 @final
 class Op:
     """An operation: its primitive's `name` and `params`, the values it reads and computes, and the
-    `blocks` of a loop (its body) or of a conditional (its branches); `trips` of a loop.
+    `blocks` of a loop (its body) or of a conditional (its branches); `trips` of a loop, 0
+    if none is expected, None if unknown.
 
     Operands that are literals are left out of `inputs`.
     """

@@ -260,8 +260,8 @@ def _of_kernel(
         ]
         if root.name == "cond":
             return max(parts, key=lambda part: (part.flops + part.bytes, part.kernels))
-        if root.trips in (1, None):
-            return parts[0]
+        if root.trips in (0, 1, None):
+            return Work() if root.trips == 0 else parts[0]
         # A loop begins with zeros in the stacks that it writes row by row.
         once = sum(_stack_bytes(inner) for inner in kernel.inner[0])
         once += sum(value.bytes for value in stay if value in kernel.reads)

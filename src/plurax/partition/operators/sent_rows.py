@@ -4,7 +4,9 @@ Each device of `data` has rows of its own, sorted by expert, and the weights of 
 many rows go where depends on the batch, and shapes may not. So rows are sent in turns: in each,
 every device has room for `SLOTS` times its own number of rows, equally many from each device. Turns
 go on until all rows have been sent, one for a router that balances: nothing is ever dropped, and
-with all rows on one device it takes n / SLOTS turns.
+with all rows on one device it takes n / SLOTS turns. The first turn stands before the loop of the
+others, so that its exchanges can run beside other work, and what the backward pass needs of it is
+kept (`FirstRows`).
 
     data=2; 4 experts, two on a device; 4 rows on each, room for 4 from each device (SLOTS = 2)
 
@@ -23,18 +25,21 @@ of tokens is that of GShard (Lepikhin et al. 2020, https://arxiv.org/abs/2006.16
 is described at https://openxla.org/xla/operation_semantics#raggedalltoall.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from plurax.jaxpr.expert_rows import RowFunction, slots_of, split
+from plurax.jaxpr.expert_rows import RowFunction, kept_avals, slots_of, split
 from plurax.partition.manual import eval_manual_body
 from plurax.partition.rule_context import RuleContext
+from plurax.partition.scopes import IF_UNEVEN
 from plurax.partition.values import Decision, Operand, ValueVersions
 from plurax.sharding.axes import Axes
 from plurax.sharding.spec import TensorSharding
@@ -51,7 +56,7 @@ def at_experts(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> D
     """
     function: RowFunction = eqn.params["function"]
     *values, sizes = inputs
-    rows, weights, whole = split(values, function.operands)
+    rows, weights, whole, kept = split(values, function.operands)
 
     def by_group(versions: ValueVersions | Any, dim: int) -> TensorSharding:
         return TensorSharding.replicated(len(versions.shape)).with_dim(dim, (AXIS,))
@@ -64,16 +69,19 @@ def at_experts(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> D
         Operand(one, (by_group(one, dim),))
         for one, dim in zip(weights, function.groups, strict=True)
     ]
-    operands += [Operand(one, (replicated(one),)) for one in (*whole, sizes)]
-    results = split([var.aval for var in eqn.outvars], function.results)
+    operands += [Operand(one, (replicated(one),)) for one in (*whole, *kept, sizes)]
+    counts = (*function.results, len(kept_avals(function)))
+    results = split([var.aval for var in eqn.outvars], counts)
     of_rows = [context.spec(a.shape, a.dtype, replicated(a), True) for a in results[0]]
     of_groups = [
         context.spec(a.shape, a.dtype, by_group(a, dim))
         for a, dim in zip(results[1], function.result_groups, strict=True)
     ]
-    sums = [context.spec(a.shape, a.dtype, replicated(a), True) for a in results[2]]
+    others = [
+        context.spec(a.shape, a.dtype, replicated(a), True) for a in (*results[2], *results[3])
+    ]
     execute = functools.partial(_in_turns, context.axes, function, results)
-    return Decision(tuple(operands), (*of_rows, *of_groups, *sums), execute)
+    return Decision(tuple(operands), (*of_rows, *of_groups, *others), execute)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,52 +219,61 @@ def _in_turns(
 ) -> list[Array]:
     """Compute this device's rows at their experts, and others' rows at this device's."""
     *arrays, sizes = shards
-    rows, weights, whole = split(arrays, function.operands)
+    rows, weights, whole, kept = split(arrays, function.operands)
     exchange = _Exchange.of(axes, sizes, rows[0].shape[0])
     own = sizes.shape[0] // exchange.devices
     # Where all rows are added up, what has no row is computed as those that have: the product of
     # no group is zero, and the derivative there may be infinite.
-    spare = own - 1 if results[2] else own + 1
+    spare = own - 1 if function.adds_up else own + 1
     zeros = [number >= len(rows) - function.cotangents for number in range(len(rows))]
 
-    def one_turn(carry: Any) -> Any:
+    def turn(carry: Any, jaxpr: Any, unsent: int, values: Sequence[Array]) -> Any:
+        """Return the carry after a turn of rows but the first `unsent`, and further results."""
         number, outs, totals = carry
         turn = exchange.turn(number)
-        received = [turn.out(x, zeros=zero) for x, zero in zip(rows, zeros, strict=True)]
-        computed, *sums = _sorted_by_group(
-            function, turn.groups(own, spare), own, received, weights, whole
+        received = [
+            turn.out(x, zeros=zero) for x, zero in zip(rows[unsent:], zeros[unsent:], strict=True)
+        ]
+        computed, added, more = _sorted_by_group(
+            jaxpr, function.results, turn.groups(own, spare), own, received, [*weights, *values]
         )
         outs = [turn.back(y, out) for y, out in zip(computed, outs, strict=True)]
-        added = [y for part in sums for y in part]
         totals = [total + y.astype(total.dtype) for total, y in zip(totals, added, strict=True)]
-        return number + 1, outs, totals
+        return (number + 1, outs, totals), more
 
     outs = [jnp.zeros(a.shape, a.dtype) for a in results[0]]
-    like = [(a, a.shape) for a in results[2]]
-    shapes = []
-    for a, dim in zip(results[1], function.result_groups, strict=True):
-        shapes.append((a, (*a.shape[:dim], a.shape[dim] // exchange.devices, *a.shape[dim + 1 :])))
-    totals = [jnp.zeros(shape, sum_dtype(a.dtype)) for a, shape in (*shapes, *like)]
-    start = (jnp.zeros((), jnp.int32), outs, totals)
-    _, outs, totals = lax.while_loop(lambda c: c[0] < exchange.turns(), one_turn, start)
-    dtypes = [a.dtype for part in results[1:] for a in part]
-    return [*outs, *(y.astype(d) for y, d in zip(totals, dtypes, strict=True))]
+    added = function.jaxpr.out_avals[len(outs) :]
+    totals = [jnp.zeros(a.shape, sum_dtype(a.dtype)) for a in added]
+    carry, keeps = (jnp.zeros((), jnp.int32), outs, totals), []
+    if (first := function.first) is not None:
+        carry, more = turn(carry, first.jaxpr, first.unsent, [*whole, *kept])
+        before = len(function.jaxpr.out_avals)
+        keeps = [more[place - before] for place in first.kept]
+    with jax.named_scope(IF_UNEVEN) if first else contextlib.nullcontext():
+        _, outs, totals = lax.while_loop(
+            lambda c: c[0] < exchange.turns(), lambda c: turn(c, function.jaxpr, 0, whole)[0], carry
+        )
+    return [*outs, *(y.astype(a.dtype) for y, a in zip(totals, added, strict=True)), *keeps]
 
 
 def _sorted_by_group(
-    function: RowFunction,
+    jaxpr: Any,
+    counts: tuple[int, ...],
     groups: Int[Array, "room"],
     own: int,
     rows: Sequence[Array],
-    weights: Sequence[Array],
-    whole: Sequence[Array],
+    others: Sequence[Array],
 ) -> tuple[list[Array], list[Array], list[Array]]:
-    """Apply a function to received rows in the order of their groups; results are as received."""
+    """Apply a function to received rows in the order of their groups, and to `others`.
+
+    **Returns:** results for each row, as received; those that are added up; and further ones.
+    """
     order = jnp.argsort(groups, stable=True)
     places = jnp.arange(order.shape[0], dtype=order.dtype)
     inverse = jnp.zeros_like(order).at[order].set(places, unique_indices=True)
     sizes = (groups[:, None] == jnp.arange(own, dtype=groups.dtype)[None]).sum(0, dtype=jnp.int32)
-    operands = [*(x[order] for x in rows), *weights, *whole, sizes]
-    results = eval_manual_body(function.jaxpr.jaxpr, function.jaxpr.consts, operands)
-    computed, of_groups, sums = split(results, function.results)
-    return [y[inverse] for y in computed], of_groups, sums
+    operands = [*(x[order] for x in rows), *others, sizes]
+    results = eval_manual_body(jaxpr.jaxpr, jaxpr.consts, operands)
+    of_rows = counts[0]
+    added = sum(counts)
+    return [y[inverse] for y in results[:of_rows]], results[of_rows:added], results[added:]
