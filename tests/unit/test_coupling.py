@@ -423,6 +423,27 @@ def test_activations_too_large_to_compute_here_are_warned_of(monkeypatch):
         check(wide)
 
 
+def test_products_that_would_take_long_are_not_run(monkeypatch):
+    monkeypatch.setattr(coupling, "MOST_FLOPS", 0)
+    with pytest.warns(UserWarning, match="cannot run it here to be sure"):
+        check(COUPLED["centre"])
+
+
+def test_operations_of_products_are_counted():
+    """(2, 5, 4) by (2, 4, 3), three times; (5, 4) by (8, 4, 3), each row by each group."""
+
+    def products(x, w, groups, sizes):
+        def layer(total, _):
+            return total + jnp.einsum("bmk,bkn->bmn", x, w).sum(), None
+
+        return lax.scan(layer, jax.lax.ragged_dot(x[0], groups, sizes).sum(), None, length=3)[0]
+
+    shapes = ((2, 5, 4), "float32"), ((2, 4, 3), "float32"), ((8, 4, 3), "float32"), ((8,), "int32")
+    closed = jax.make_jaxpr(products)(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    expected = 3 * 2 * 2 * 5 * 4 * 3 + 2 * 5 * 4 * 3 * 8
+    assert coupling._total(closed.jaxpr, coupling._flops) == expected
+
+
 def test_a_loop_that_does_not_end_on_random_rows():
     def endless(p, b, keys):
         x = lax.while_loop(lambda x: jnp.isfinite(x).all(), lambda x: x * 1.0, centred(b["x"]))

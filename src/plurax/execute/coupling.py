@@ -52,6 +52,8 @@ MOST_ROWS = 64
 """The largest number of rows that a device has for a function that needs all of them."""
 MOST_BYTES = 2**30
 """The largest parameters with which a function is run; it computes at most eight times as much."""
+MOST_FLOPS = 10**11
+"""The most operations in products of a function that is run: some seconds each time."""
 MOST_ITERATIONS = 1000
 """The largest number of iterations of a `while` loop on random rows."""
 DRAWS = 2
@@ -203,19 +205,34 @@ def _is_large(closed: Any, task: Task) -> bool:
     Attention over 65,536 tokens computes values of 34 GB.
     """
     start = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
-    return max(_computed_bytes(closed.jaxpr) // 8, byte_count(start)) > MOST_BYTES
+    most = max(_total(closed.jaxpr, _computed_bytes) // 8, byte_count(start))
+    return most > MOST_BYTES or _total(closed.jaxpr, _flops) > MOST_FLOPS
 
 
-def _computed_bytes(jaxpr: Any) -> int:
-    """Return the bytes of all that a function computes, in each iteration of its loops."""
+def _total(jaxpr: Any, count: Callable[[Any], int]) -> int:
+    """Return the sum of what `count` says of each equation, in each iteration of its loops."""
     total = 0
     for eqn in jaxpr.eqns:
-        inside = sum(map(_computed_bytes, inner_jaxprs(eqn)))
         trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        avals = [var.aval for var in eqn.outvars if hasattr(var.aval, "shape")]
-        own = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
-        total += inside * trips if inside else own
+        inner = inner_jaxprs(eqn)
+        total += trips * sum(_total(one, count) for one in inner) if inner else count(eqn)
     return total
+
+
+def _computed_bytes(eqn: Any) -> int:
+    avals = [var.aval for var in eqn.outvars if hasattr(var.aval, "shape")]
+    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+
+
+def _flops(eqn: Any) -> int:
+    """Return those of a product; of groups of rows, XLA multiplies all rows by each on CPUs."""
+    if eqn.primitive.name not in ("dot_general", "ragged_dot_general"):
+        return 0
+    left, right, *_ = (var.aval for var in eqn.invars)
+    if eqn.primitive.name == "ragged_dot_general":  # (m, k) by (g, k, n)
+        return 2 * left.size * right.size // max(left.shape[-1], 1)
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return 2 * eqn.outvars[0].aval.size * math.prod(left.shape[dim] for dim in contracted)
 
 
 def _runnable(closed: Any, task: Task) -> tuple[PyTree, Callable[..., list[Any]]]:

@@ -57,6 +57,7 @@ from plurax.planner.candidates import (
 )
 from plurax.planner.costs import TimeCosts, least_together, state_ratios
 from plurax.planner.effort import EVALUATIONS, Effort, Step
+from plurax.planner.expert_weights import fields_of_rows_sent
 from plurax.planner.experts import is_expert, is_plain, machines_of_kinds
 from plurax.planner.found import Found, Ranked
 from plurax.planner.learned import Computed, Learned
@@ -135,6 +136,10 @@ def search(
             results.append(_search_on(some, wanted, effort))
         except errors.PlanError as error:
             refusal, in_vain = refusal or error, in_vain + effort.spent
+    own = wanted.task, wanted.batch, pinned, fields, machine
+    if members is None and (sent := fields_of_rows_sent(*own)):
+        with contextlib.suppress(errors.PlanError):
+            results += [_search_on(machine, wanted.holding(**sent), all_effort.again())]
     if not results and "stream" not in fields and members is None:
         # To look at both for every model would take twice the evaluations.
         try:

@@ -1,0 +1,117 @@
+"""Which parameters are weights of experts, and when a search sends rows to them."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import plurax as px
+from plurax.planner.expert_weights import expert_rules
+
+EXPERTS, WIDTH, HIDDEN = 64, 512, 2048
+
+
+def mixture(up, down, table, x):
+    """Experts by top-1: `up` (E, d, f), `down` (E, f, d)."""
+    which = (x @ table).argmax(1)
+    order = jnp.argsort(which)
+    sizes = jnp.bincount(which, length=up.shape[0]).astype(jnp.int32)
+    hidden = jnp.tanh(jax.lax.ragged_dot(x[order], up, sizes))
+    return jax.lax.ragged_dot(hidden, down, sizes)[jnp.argsort(order)]
+
+
+def plain(p, x):
+    return mixture(p["up"], p["down"], p["table"], x)
+
+
+def in_layers(p, x):
+    """Experts of two layers in one array."""
+
+    def layer(x, own):
+        return x + mixture(own["up"], own["down"], p["table"], x), None
+
+    return jax.lax.scan(layer, x, {"up": p["up"], "down": p["down"]})[0]
+
+
+def moved(p, x):
+    """Stored with the experts last, and cast; a call of its own."""
+
+    @jax.jit
+    def weights(w):
+        return w.transpose(2, 0, 1).astype(jnp.float32)
+
+    return mixture(weights(p["up"]), weights(p["down"]), p["table"], x)
+
+
+SHAPES = {
+    plain: {"up": (8, 4, 6), "down": (8, 6, 4)},
+    in_layers: {"up": (2, 8, 4, 6), "down": (2, 8, 6, 4)},
+    moved: {"up": (4, 6, 8), "down": (6, 4, 8)},
+}
+DIMS = {plain: 0, in_layers: 1, moved: 2}
+
+
+def task_of(function, shapes, width=4):
+    def init(key):
+        return {name: jnp.ones(shape) for name, shape in shapes.items()}
+
+    def loss(p, batch, keys):
+        x = batch["x"]
+        return (function(p, x.reshape(-1, width)) ** 2).reshape(x.shape).mean((1, 2))
+
+    return px.Task(init=init, loss=loss)
+
+
+def batch_of(rows, tokens, width=4):
+    return {"x": jax.ShapeDtypeStruct((rows, tokens, width), jnp.float32)}
+
+
+@pytest.mark.parametrize("function", SHAPES, ids=lambda function: function.__name__)
+def test_weights_of_groups_are_found(function):
+    shapes = {**SHAPES[function], "table": (4, 8)}
+    rules = expert_rules(task_of(function, shapes), batch_of(2, 3), 4)
+    expected = {
+        name: tuple("data" if dim == DIMS[function] else None for dim in range(len(shape)))
+        for name, shape in SHAPES[function].items()
+    }
+    assert rules == expected
+
+
+def test_what_devices_do_not_divide_is_left_out():
+    task = task_of(plain, {**SHAPES[plain], "table": (4, 8)})
+    assert expert_rules(task, batch_of(2, 3), 3) == {}
+
+
+def large():
+    """64 experts of 2 million numbers, and 131,072 tokens."""
+    shapes = {
+        "up": (EXPERTS, WIDTH, HIDDEN), "down": (EXPERTS, HIDDEN, WIDTH),
+        "table": (WIDTH, EXPERTS),
+    }  # fmt: skip
+    return task_of(plain, shapes, WIDTH), batch_of(64, 2048, WIDTH)
+
+
+def found(**options):
+    task, batch = large()
+    machine = px.Machine.preset("8xH100-80GB", nodes=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # too large to run here
+        return px.search(task, optax.adam(1e-3), batch, machine, evaluations=8, **options)
+
+
+def test_a_search_sends_rows_where_that_is_fastest():
+    sent, kept = found(), found(pinned=px.Plan(shardings={"up": (None, None, None)}))
+    assert sent.best.splits_experts
+    assert not kept.best.splits_experts
+    assert sent.ranked[0].seconds < kept.ranked[0].seconds
+    task, batch = large()
+    again = px.estimate(task, optax.adam(1e-3), sent.best, batch, sent.machine)
+    assert again.seconds == sent.ranked[0].seconds
+
+
+def test_what_is_pinned_holds():
+    """A size of `data` that does not split, and a rule for experts."""
+    for pinned in ({"data": 1}, px.Plan(shardings={"down": (None, "tensor", None)})):
+        assert not found(pinned=pinned).best.splits_experts
