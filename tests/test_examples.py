@@ -1,5 +1,6 @@
 """The examples learn: each in a size that takes seconds."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -165,3 +166,35 @@ def test_recall_needs_whole_sequences(capsys):
 def numbers(line):
     """Those of the columns that follow the name of a row."""
     return [float(column.strip(" %")) for column in line[28:].split()]
+
+
+def test_a_mixture_beats_the_dense_network_of_equal_work(capsys):
+    functions = runpy.run_path(str(EXAMPLES / "mixture.py"))
+    functions["main"](size=24_576, seeds=2)
+    table, shares, plans = capsys.readouterr().out.split("\n\n")
+    dense, mixture = (numbers(line) for line in table.splitlines()[1:])
+    assert mixture[0] < dense[0] - 0.03 < 3.0  # before training: 7 bits
+    assert all(low < 12.5 < high for low, high in map(percents, shares.splitlines()[1:]))
+    here, there = plans.splitlines()[::2]
+    assert here.partition(":")[2] == there.partition(":")[2]
+    assert "a device has 2 experts" in plans
+    assert "all-to-all" in plans
+
+
+def test_both_networks_of_the_mixture_do_equal_work():
+    """Multiply-adds of a byte in the perceptron: those of two experts and of the router."""
+    functions = runpy.run_path(str(EXAMPLES / "mixture.py"))
+    import jax
+
+    dense, mixture = (
+        jax.eval_shape(functions["experiment"](kind, 4096).task.init, jax.random.key(0))
+        for kind in ("dense", "mixture")
+    )
+    work = dense["up"].size + dense["down"].size
+    experts = mixture["up"].size + mixture["down"].size
+    assert experts * functions["CHOSEN"] / functions["EXPERTS"] + mixture["router"].size == work
+    assert experts > 3.8 * work
+
+
+def percents(line):
+    return [float(share) for share in re.findall(r"([\d.]+)%", line)]
