@@ -1,4 +1,4 @@
-"""A mixture of eight small experts beside the dense perceptron of equal work, on four kinds of text.
+"""A mixture of eight small experts beside the dense network of equal work, on four kinds of text.
 
 The texts are on every machine with Python and NumPy: the reference that `help("for")` prints,
 Python code, C headers, and the names of Unicode characters, 96 KiB of each. A network guesses each
