@@ -8,7 +8,7 @@ import json
 import pytest
 from tests import browser
 from tests.browser import Browser
-from tests.runs import epoch_row, write_run, write_sweep
+from tests.runs import epoch_row, write_rows, write_run, write_sweep
 
 import plurax as px
 from plurax.report.page.render import write_report
@@ -201,4 +201,38 @@ def test_tables_sort_and_runs_are_named(pages):
         browser.wait("document.querySelector('.chart table')")
         assert browser.run("document.querySelectorAll('img').length") == 0
         assert NASTY in browser.run("document.querySelector('.chart table').textContent")
+        assert browser.said == []
+
+
+def test_numbered_metrics_are_one_picture(tmp_path):
+    """Shares of four experts, a vector of any sign, and names that are no vectors."""
+    shares = {f"expert {i}": share for i, share in enumerate((0.1, 0.5, 0.25, 0.15))}
+    alone = {"loss": 1.0, "top5": 0.5, "gap 0": 1.0, "gap 1": 1.0, "gap 3": 1.0}
+    rows = [
+        {"kind": "step", "step": step, "epoch": 1, **alone, **shares,
+         **{f"delta_{i}": i * 10.0 - step for i in range(3)}}
+        for step in range(1, 301)
+    ]  # fmt: skip
+    write_rows(tmp_path, rows)
+    write_report([tmp_path], tmp_path / "report.html")
+    with Browser() as browser:
+        browser.open(tmp_path / "report.html")
+        browser.wait("document.documentElement.dataset.ready")
+        browser.run(DRAW_ALL)
+        figures = "[...document.querySelectorAll('#curve-charts figure')]"
+        captions = browser.run(f"{figures}.map((one) => one.querySelector('figcaption').innerText)")
+        assert captions == [
+            "loss", "gap 0", "gap 1", "gap 3", "top5",
+            "delta every step: shades: the value",
+            "expert every step: 1 has 2.0 × the even share over the last tenth; "
+            "middle shade: 0.25",
+        ]  # fmt: skip
+        assert browser.run("document.documentElement.dataset.drawn") == "7"
+        browser.run("document.querySelectorAll('#curve-charts details').forEach("
+                    "(one) => { one.open = true; })")  # fmt: skip
+        browser.wait("document.querySelectorAll('#curve-charts table').length === 7")
+        table = f"{figures}[5].querySelector('table').innerText"
+        first, second, *_ = [row.split("\t") for row in browser.run(table).splitlines()]
+        assert first == ["step", "delta 0", "delta 1", "delta 2"]
+        assert second == ["3", "-2", "8", "18"]  # the mean of steps 1 to 3
         assert browser.said == []

@@ -288,15 +288,19 @@ function startCurves() {
   chooseNamed();
   view.log = null; // as each panel needs it, until it is chosen
   const place = byId('curve-charts');
-  const panels = data.metrics.filter((metric) => data.runs.some((run) => run.curves[metric]));
+  const vectors = vectorsOf(data.metrics);
+  const entries = new Set(vectors.flatMap(([, names]) => names));
+  const panels = data.metrics.filter((metric) => !entries.has(metric) && data.runs.some((run) => run.curves[metric]));
   const made = panels.map((metric) => addChart(place, {
     title: words(metric), options: () => curveOptions(metric), rows: () => curveRows(metric),
     label: () => curveLabel(metric), ready: (chart, one) => curveReady(chart, one, metric),
   }));
+  const maps = [];
   for (const run of several ? data.runs.filter((one, index) => view.slots.has(index)).slice(0, 4) : data.runs) {
+    maps.push(...vectors.map(([name, names]) => addVector(place, run, name, names)).filter(Boolean));
     for (const [name, matrix] of Object.entries(run.matrices)) addMatrix(place, run, name, matrix);
   }
-  const redraw = () => { for (const one of made) one.update(); for (const one of made) if (one.chart) curveReady(one.chart, one, panels[made.indexOf(one)]); };
+  const redraw = () => { for (const one of [...made, ...maps]) one.update(); for (const one of made) if (one.chart) curveReady(one.chart, one, panels[made.indexOf(one)]); };
   curveControls(redraw);
   if (several) curveLegend(redraw);
   return redraw;

@@ -40,7 +40,7 @@ from plurax.report.page.sweep_data import SweepData, sweeps
 from plurax.report.run_series import is_number
 from plurax.validate import local_path
 
-SCRIPTS = ("base.js", "curves.js", "sweep.js", "details.js", "start.js")
+SCRIPTS = ("base.js", "vectors.js", "curves.js", "sweep.js", "details.js", "start.js")
 CURVES = (
     '<div class="controls" id="curve-controls"></div><div id="curve-legend" class="legend"></div>'
     '<div class="charts" id="curve-charts"></div>'
