@@ -255,8 +255,8 @@ def split(size: int) -> None:
             state, metrics = program.step(state, batch)
         sent = collections.Counter[str]()
         for each in program.collectives():
-            # Rows are sent in as many turns as it takes: with a balanced router in one.
-            sent[each.kind] += each.bytes * (each.trips or 1)
+            # A balanced router takes one turn; further ones are a loop of no known length.
+            sent[each.kind] += each.bytes * (each.trips or 0)
         experts = state.params["up"].addressable_shards[0].data.shape[0]
         listed = ", ".join(f"{kind} {size:,}" for kind, size in sent.items()) or "nothing"
         print(f"{plan.sizes_text()}: {metrics['bits_per_byte']:.5f} bits per byte in step 10")
