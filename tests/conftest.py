@@ -58,10 +58,11 @@ from matplotlib.figure import Figure
 
 import plurax as px
 from tests.promotion import forbid_promotion, promotion
-from tests.tiers import CI, GANGS, SLOW
+from tests.tiers import mark, unmatched
 from tests.typecheck import check_public_names
 
 px.virtual_devices(8)
+jax.devices()  # else a test that begins with a command gets as many as that command needs
 check_public_names()
 forbid_promotion()
 
@@ -94,15 +95,24 @@ settings.load_profile(os.environ.get("PLURAX_TEST_PROFILE", "default"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that `make test` leaves to `.ci/run`, and to `make test-all`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that `make test` leaves to `.ci/run`, and to `make test-all`.
+
+    A line of `tests/tiers.toml` that says nothing about the files that were collected is an error.
+    """
     for item in items:
-        if item.nodeid.startswith(SLOW):
-            item.add_marker(pytest.mark.slow)
-        elif item.nodeid.startswith(GANGS):
-            item.add_marker(pytest.mark.gangs)
-        elif item.nodeid.startswith(CI):
-            item.add_marker(pytest.mark.ci)
+        if name := mark(item.nodeid):
+            item.add_marker(name)
+    if not any("::" in argument for argument in config.args):
+        shown = {
+            item.nodeid
+            for item in items
+            if not any(item.get_closest_marker(name) for name in ("slow", "gangs", "ci"))
+        }
+        if lines := unmatched({item.nodeid for item in items}, shown):
+            raise pytest.UsageError(
+                "tests/tiers.toml: no such test of `make test`: " + "; ".join(lines[:9])
+            )
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ PARTS = {
     "data": "adapters sources tests/integrations",
     "whole": """
         tests/test_architecture.py tests/test_benchmarks.py tests/test_documents.py
-        tests/test_examples.py tests/test_package.py tests/test_site.py""",
+        tests/test_examples.py tests/test_package.py tests/test_site.py tests/test_tiers.py""",
 }
 
 

@@ -19,7 +19,6 @@ from jaxtyping import Float, Int, TypeCheckError
 import plurax as px
 from tests.messages import all_messages
 from tests.parts import PARTS, paths
-from tests.tiers import CI, GANGS, SLOW
 from tests.typecheck import checked
 
 REPOSITORY = Path(__file__).parents[1]
@@ -354,6 +353,7 @@ def lines_of(name, node):
             yield from lines_of(name, child)
 
 
+@pytest.mark.ci
 def test_names_say_what_they_are():
     """A name that says nothing is read within three lines of where it is bound, no later."""
     lasting = set()
@@ -379,6 +379,7 @@ def test_import_loads_nothing_of_its_own():
     assert {name for name in run(code) if name.startswith("plurax")} == {"plurax", "plurax.lazy"}
 
 
+@pytest.mark.ci
 def test_public_names_load_nothing_slow():
     """What only some features need is imported where it is used."""
     slow = {"equinox", "flax", "grain", "matplotlib", "orbax", "pandas", "scipy", "tensorboardX"}
@@ -444,6 +445,7 @@ def test_plan_imports_no_jax():
     assert not [module for module in imports(SOURCE / "plan.py") if module.startswith("jax")]
 
 
+@pytest.mark.ci
 def test_every_message_is_pinned_by_a_test():
     """Some words of each message stand in a test: `match=` or an assertion on its text."""
     tests = " ".join(path.read_text() for path in (REPOSITORY / "tests").rglob("*.py"))
@@ -545,16 +547,3 @@ def test_every_test_belongs_to_one_part():
             owned.update(path.rglob("test_*.py") if path.is_dir() else [path])
     every = (REPOSITORY / "tests").rglob("test_*.py")
     assert owned == collections.Counter(every)
-
-
-def test_what_is_slow_does_not_wait_for_ci_as_well():
-    assert not [line for line in CI if line.startswith(SLOW)]
-
-
-@pytest.mark.parametrize("line", [*GANGS, *CI, *SLOW])
-def test_what_waits_for_ci_is_there(line):
-    """A renamed file or function takes its line in `tests/tiers.py` along."""
-    path, _, case = line.partition("::")
-    assert (REPOSITORY / path).exists()
-    function = case.partition("[")[0]
-    assert not function or f"def {function}(" in (REPOSITORY / path).read_text()

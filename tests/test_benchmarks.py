@@ -312,6 +312,7 @@ def test_maxtext_is_told_the_same_sizes(name):
         assert (settings["shard_optimizer_over_data"] == "True") == (plan.zero == 1)
 
 
+@pytest.mark.ci
 def test_a_token_changes_nothing_before_it_nor_in_another_segment():
     model = maxtext.Llama(width=16, hidden=24, depth=2, heads=2, words=11, tokens=6, rows=1)
     params = model.init(jax.random.key(0))

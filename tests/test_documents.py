@@ -246,6 +246,7 @@ def test_plans_in_sentences_are_plans():
     assert found > 10
 
 
+@pytest.mark.ci
 def test_the_doctests_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     attempted = 0

@@ -10,6 +10,8 @@ import pytest
 import plurax as px
 from tests.pictures import panels
 
+pytestmark = pytest.mark.ci
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

@@ -1,501 +1,67 @@
-"""Which tests wait for `.ci/run`.
+"""Which command runs a test.
 
-A test without a mark runs in `make test`. `GANGS` wait for processes (`make test-gangs`), `CI` are
-whole pages, further cases of a contract, and a few contracts that take long (`make test-ci`);
-`.ci/run` runs both. `SLOW` are the rest of tables of which the others run cases of each kind, and
-what draws many rounds (`make test-all`).
+    mark     command           its tests
+    (none)   make test         of every contract a case of each kind, as far as it is quick
+    ci       make test-ci      further cases, contracts that take long, whole pages, kills
+    gangs    make test-gangs   processes, which wait for each other more than they compute
+    slow     make test-all     the rest of large tables, and what draws many rounds
 
-A line is the beginning of a test's id: a folder, a file, a function, or one of its cases.
+`.ci/run` runs the first three. A file marks what it leaves to another command as a whole, by
+`pytestmark` or a function's `@pytest.mark.ci`. Of which cases `make test` makes do is said in
+`tests/tiers.toml`: a function that is not there runs with all of its cases.
 """
 
-GANGS = (
-    "tests/faults/test_gangs.py",
-    "tests/faults/test_kills.py",
-    "tests/faults/test_launches.py",
-    "tests/faults/test_loaders.py",
-    "tests/faults/test_network.py",
-    "tests/processes/",
-    "tests/resume/test_server_deaths.py",
-    "tests/resume/test_watched.py",
-    "tests/unit/test_launch_ray.py",
-    "tests/unit/test_notebooks.py",
-)
-"""Real gangs of processes, a real cluster of Ray, kernels of notebooks: they wait for each other
-more than they compute."""
+import collections
+import re
+import tomllib
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
 
-PAGES = (
-    "tests/test_documents.py::test_the_page_runs[docs/choosing-a-plan/",
-    "tests/test_documents.py::test_the_page_runs[docs/coming-from/",
-    "tests/test_documents.py::test_the_page_runs[docs/faq.md",
-    "tests/test_documents.py::test_the_page_runs[docs/guides/",
-    "tests/test_documents.py::test_the_page_runs[docs/how-do-i.md",
-    "tests/test_documents.py::test_the_doctests_run",
-    "tests/test_examples.py",
-)
-"""Code of pages and examples; README, tutorial and the pages of the API run in `make test`."""
+Tiers = dict[str, dict[str, dict[str, list[str]]]]
 
-PROCESSES = (
-    "tests/resume/test_kill.py",
-    "tests/resume/test_power.py",
-    "tests/resume/test_two_runs.py",
-    "tests/unit/test_export_predict.py::test_in_a_process_that_has_no_plurax",
-)
-"""A process for each case; what a process does after its end is tested in one for all as well."""
+TIERS: Tiers = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
-FURTHER = (
-    "tests/hlo/test_tokens.py::test_keys_go_around[3]",
-    "tests/hlo/test_tokens.py::test_keys_go_around[8]",
-    "tests/hlo/test_tokens.py::test_the_update_is_that_of_one_device[a layer-gather",
-    "tests/hlo/test_tokens.py::test_the_update_is_that_of_one_device[a layer-heads",
-    "tests/hlo/test_tokens.py::test_the_update_is_that_of_one_device[a layer-ring, ",
-    "tests/hlo/test_tokens.py::test_the_update_is_that_of_one_device[layers in a loop-gather, ",
-    "tests/hlo/test_tokens.py::test_the_update_is_that_of_one_device[layers in a loop-heads]",
-    "tests/hlo/test_tokens.py::test_zero_splits_the_state_over_rows_and_tokens[1-",
-    "tests/hlo/test_tokens.py::test_zero_splits_the_state_over_rows_and_tokens[2-1]",
-    "tests/hlo/test_tokens.py::test_zero_splits_the_state_over_rows_and_tokens[2-3]",
-    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[blocks-k",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[data]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[pipeline]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[ring of three]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[tensor]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[zero 3]",
-    "tests/parity/test_stream_plans.py::test_any_plan_with_masked_blocks_equals_one_device[zero 3]",
-    "tests/parity/test_stream_plans.py::"
-    "test_any_plan_with_tokens_in_order_equals_one_device[ring and zero 1-True]",
-    "tests/parity/test_stream_plans.py::"
-    "test_any_plan_with_tokens_in_order_equals_one_device[ring-True]",
-    "tests/unit/test_masked_queries.py::test_other_numbers_of_queries_than_of_keys[-inf-30-31-near",
-    "tests/unit/test_masked_queries.py::test_other_numbers_of_queries_than_of_keys[-inf-32-22-",
-    "tests/parity/test_experts_over_data.py::test_another_parameter_is_gathered[1]",
-    "tests/parity/test_experts_over_data.py::test_another_parameter_is_gathered[2]",
-    "tests/parity/test_experts_over_data.py::test_any_plan_equals_one_device[dots",
-    "tests/parity/test_experts_over_data.py::test_any_plan_equals_one_device[full-sorted_rows]",
-    "tests/parity/test_experts_over_data.py::test_any_plan_equals_one_device[microbatches-in_layers]",
-    "tests/parity/test_experts_over_data.py::test_any_plan_equals_one_device[zero 1",
-    "tests/parity/test_experts_over_data.py::test_any_plan_equals_one_device[zero 2-sorted_rows]",
-    "tests/parity/test_experts_over_data.py::test_rows_that_are_sent_equal_one_device[2-",
-    "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[added_to_tokens]",
-    "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[counted_twice]",
-    "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[fused]",
-    "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[in_a_checkpoint]",
-    "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[in_buffers]",
-    "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[named_one_hot]",
-    "tests/hlo/test_experts_bytes.py::test_only_tokens_are_added_up[one_hot]",
-    "tests/hlo/test_experts_bytes.py::test_what_is_planned_is_what_is_compiled[fields1]",
-    "tests/hlo/test_members.py::test_data_memory_does_not_depend_on_the_members",
-    "tests/hlo/test_members.py::test_members_never_communicate[Plan(member=4)]",
-    "tests/hlo/test_planned_bytes.py::"
-    "test_a_compiled_step_communicates_what_was_planned[stages, language model",
-    "tests/hlo/test_planned_bytes.py::"
-    "test_a_compiled_step_communicates_what_was_planned[stages, reduced in bfloat16",
-    "tests/hlo/test_planned_bytes.py::"
-    "test_a_compiled_step_communicates_what_was_planned[stages, tensor]",
-    "tests/hlo/test_planned_bytes.py::"
-    "test_a_compiled_step_communicates_what_was_planned[stages, unequal]",
-    "tests/hlo/test_stages_hlo.py::test_fewer_layers_in_early_stages_store_less",
-    "tests/hlo/test_stages_hlo.py::test_gpipe_stores_more_with_more_microbatches",
-    "tests/hlo/test_stages_hlo.py::test_gradients_of_stages_reduce_once[numbers_of_layers1]",
-    "tests/hlo/test_stages_hlo.py::test_stages_exchange_only_permutes_of_boundaries[eager-1f1b]",
-    "tests/hlo/test_stages_hlo.py::test_stages_exchange_only_permutes_of_boundaries[gpipe]",
-    "tests/hlo/test_stages_hlo.py::test_stages_exchange_only_permutes_of_boundaries[interleaved]",
-    "tests/hlo/test_stages_hlo.py::test_stages_exchange_only_permutes_of_boundaries[zb-h1]",
-    "tests/hlo/test_tokens.py::test_the_update_is_that_of_one_device[exchanged, with zero 1]",
-    "tests/hlo/test_tokens.py::test_the_update_is_that_of_one_device[with microbatches",
-    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[blocks-e",
-    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[blocks-p",
-    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[blocks-w",
-    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[ring-",
-    "tests/parity/test_context.py::test_any_attention_equals_one_device",
-    "tests/parity/test_context.py::test_any_number_of_devices",
-    "tests/parity/test_context.py::test_each_form_goes_around",
-    "tests/parity/test_coupled.py::test_a_mask_that_is_not_read_has_no_filled_rows[normed-zero 3]",
-    "tests/parity/test_coupled.py::test_every_parallelism[experts-tensor]",
-    "tests/parity/test_coupled.py::test_every_parallelism[normed-everything]",
-    "tests/parity/test_coupled.py::test_every_parallelism[normed-zero 2]",
-    "tests/parity/test_coupled.py::test_model_state_under_another_plan[plans0]",
-    "tests/parity/test_coupled.py::test_stages[running-remat]",
-    "tests/parity/test_coupled.py::test_stages[staged-all at once]",
-    "tests/parity/test_data_parallel.py::test_every_device_count_with_one_example[3]",
-    "tests/parity/test_data_parallel.py::test_every_device_count_with_one_example[5]",
-    "tests/parity/test_divided.py::test_a_model_that_communicates_itself[2-2]",
-    "tests/parity/test_divided.py::test_every_parallelism_in_float32[convolutional-tensor]",
-    "tests/parity/test_divided.py::test_every_parallelism_in_float32[transformer-everything]",
-    "tests/parity/test_divided.py::test_members_split_too[plan1]",
-    "tests/parity/test_divided.py::test_members_split_too[plan2]",
-    "tests/parity/test_divided.py::test_members_split_too[plan3]",
-    "tests/parity/test_divided.py::test_plans_in_float64[zero 1]",
-    "tests/parity/test_divided.py::test_plans_in_float64[zero 2]",
-    "tests/parity/test_divided.py::test_remat_changes_nothing[transformer-dots]",
-    "tests/parity/test_divided.py::test_remat_changes_nothing[transformer-offload]",
-    "tests/parity/test_divided.py::test_resident_data_and_checkpoints_under_another_plan",
-    "tests/parity/test_divided.py::test_tensors_without_elements[members]",
-    "tests/parity/test_divided.py::test_tensors_without_elements[pipeline]",
-    "tests/parity/test_divided.py::test_tensors_without_elements[zero, tensor]",
-    "tests/parity/test_early_reduction.py::test_a_step_is_that_by_hand[one microbatch",
-    "tests/parity/test_early_reduction.py::test_a_step_is_that_by_hand[tensor, zero 1-loss]",
-    "tests/parity/test_early_reduction.py::test_a_step_is_that_by_hand[tensor-loss]",
-    "tests/parity/test_early_reduction.py::test_a_step_is_that_by_hand[tensor-tied",
-    "tests/parity/test_early_reduction.py::test_a_step_is_that_by_hand[two microbatches-loss]",
-    "tests/parity/test_early_reduction.py::test_a_step_is_that_by_hand[two microbatches-tied",
-    "tests/parity/test_early_reduction.py::test_a_step_is_that_by_hand[zero 1",
-    "tests/parity/test_early_reduction.py::"
-    "test_layers_are_reduced_in_their_loop_and_nothing_is_sent_twice[tensor, zero 1]",
-    "tests/parity/test_early_reduction.py::"
-    "test_layers_are_reduced_in_their_loop_and_nothing_is_sent_twice[two microbatches]",
-    "tests/parity/test_experts.py::test_a_balanced_load_is_that_of_the_whole_batch[data alone-",
-    "tests/parity/test_experts.py::test_a_balanced_load_is_that_of_the_whole_batch[microbatches-",
-    "tests/parity/test_experts.py::test_a_balanced_load_is_that_of_the_whole_batch[tensor-",
-    "tests/parity/test_experts.py::test_a_balanced_load_is_that_of_the_whole_batch[zero 3-",
-    "tests/parity/test_experts.py::"
-    "test_any_choice_of_experts_equals_one_device[no tokens-in_buffers]",
-    "tests/parity/test_experts.py::test_any_choice_of_experts_equals_one_device[no tokens-one_hot]",
-    "tests/parity/test_experts.py::"
-    "test_any_choice_of_experts_equals_one_device[one expert-in_buffers]",
-    "tests/parity/test_experts.py::"
-    "test_any_choice_of_experts_equals_one_device[one expert-one_hot]",
-    "tests/parity/test_experts.py::test_any_choice_of_experts_equals_one_device[ties-in_buffers]",
-    "tests/parity/test_experts.py::test_any_choice_of_experts_equals_one_device[ties-one_hot]",
-    "tests/parity/test_experts.py::test_any_plan_equals_one_device[data-added_to_buffers]",
-    "tests/parity/test_experts.py::test_any_plan_equals_one_device[data-in_buffers]",
-    "tests/parity/test_experts.py::test_any_plan_equals_one_device[data-one_hot]",
-    "tests/parity/test_experts.py::test_any_plan_equals_one_device[everything-added_to_buffers]",
-    "tests/parity/test_experts.py::test_any_plan_equals_one_device[everything-in_buffers]",
-    "tests/parity/test_experts.py::test_any_plan_equals_one_device[everything-one_hot]",
-    "tests/parity/test_experts.py::test_any_plan_equals_one_device[full-",
-    "tests/parity/test_experts.py::test_any_plan_equals_one_device[pipeline-",
-    "tests/parity/test_experts.py::test_any_plan_equals_one_device[zero 3-",
-    "tests/parity/test_experts.py::test_experts_over_devices_equal_one_device[2-added_to_tokens]",
-    "tests/parity/test_experts.py::test_experts_over_devices_equal_one_device[2-counted_twice]",
-    "tests/parity/test_experts.py::test_experts_over_devices_equal_one_device[2-fused]",
-    "tests/parity/test_experts.py::test_experts_over_devices_equal_one_device[2-in_a_checkpoint]",
-    "tests/parity/test_experts.py::test_experts_over_devices_equal_one_device[2-in_buffers]",
-    "tests/parity/test_experts.py::test_experts_over_devices_equal_one_device[2-one_hot]",
-    "tests/parity/test_experts.py::test_experts_over_devices_equal_one_device[4-",
-    "tests/parity/test_freezing.py::test_as_by_hand[head-1f1b]",
-    "tests/parity/test_freezing.py::test_as_by_hand[layers-zb-h1]",
-    "tests/parity/test_freezing.py::test_as_by_hand[marked-zero 2 in stages]",
-    "tests/parity/test_freezing.py::test_as_by_hand[mlp-members and zero]",
-    "tests/parity/test_freezing.py::test_as_by_hand[mlp-members, minor]",
-    "tests/parity/test_freezing.py::test_as_by_hand[mlp-tensor]",
-    "tests/parity/test_freezing.py::test_as_by_hand[mlp-zero 1]",
-    "tests/parity/test_freezing.py::test_as_by_hand[mlp-zero 2]",
-    "tests/parity/test_freezing.py::test_as_by_hand[stack-1f1b]",
-    "tests/parity/test_freezing.py::test_search_and_verify_take_frozen_parameters",
-    "tests/parity/test_freezing.py::test_stages_sum_no_gradient_of_frozen_parameters[layers]",
-    "tests/parity/test_freezing.py::test_stages_sum_no_gradient_of_frozen_parameters[marked]",
-    "tests/parity/test_freezing.py::test_stages_sum_no_gradient_of_frozen_parameters[stack]",
-    "tests/parity/test_fused_attention.py::test_any_plan_equals_one_device[0-True-1-",
-    "tests/parity/test_fused_attention.py::test_any_plan_equals_one_device[0-True-2-full",
-    "tests/parity/test_fused_attention.py::test_any_plan_equals_one_device[0-True-2-microbatches",
-    "tests/parity/test_fused_attention.py::test_any_plan_equals_one_device[0-True-2-zero",
-    "tests/parity/test_fused_attention.py::test_any_plan_equals_one_device[0-True-4-",
-    "tests/parity/test_fused_attention.py::test_any_plan_equals_one_device[1-",
-    "tests/parity/test_halves.py::test_a_step_is_its_halves_bit_for_bit[data]",
-    "tests/parity/test_halves.py::test_a_step_is_its_halves_bit_for_bit[members and data]",
-    "tests/parity/test_halves.py::test_a_step_is_its_halves_bit_for_bit[one device]",
-    "tests/parity/test_halves.py::test_a_step_is_its_halves_bit_for_bit[tensor]",
-    "tests/parity/test_members_parity.py::test_among_others_equals_alone[bootstrap-Plan(data=3",
-    "tests/parity/test_members_parity.py::test_among_others_equals_alone[bootstrap-Plan(member=8",
-    "tests/parity/test_members_parity.py::test_among_others_equals_alone[everything-Plan(chunk=1)",
-    "tests/parity/test_members_parity.py::test_among_others_equals_alone[everything-Plan(data=2",
-    "tests/parity/test_members_parity.py::test_other_resampling_equals_alone[kfold]",
-    "tests/parity/test_members_parity.py::test_other_resampling_equals_alone[subsample]",
-    "tests/parity/test_optimizers.py::test_optimizers_beside_a_step_by_hand[add_noise-zero=3]",
-    "tests/parity/test_optimizers.py::test_optimizers_beside_a_step_by_hand[contrib.",
-    "tests/parity/test_optimizers.py::test_optimizers_beside_a_step_by_hand[sm3-zero=3]",
-    "tests/parity/test_pipelines.py::test_bfloat16_in_stages",
-    "tests/parity/test_pipelines.py::test_embedding_and_head_live_on_their_stages[False]",
-    "tests/parity/test_pipelines.py::test_every_schedule[marked-eager-1f1b-3]",
-    "tests/parity/test_pipelines.py::test_every_schedule[marked-interleaved-2]",
-    "tests/parity/test_pipelines.py::test_every_schedule[perceptron-eager-1f1b-8]",
-    "tests/parity/test_pipelines.py::test_every_schedule[transformer-eager-1f1b-4]",
-    "tests/parity/test_pipelines.py::test_every_schedule[transformer-gpipe-2]",
-    "tests/parity/test_pipelines.py::test_every_schedule[transformer-interleaved-3]",
-    "tests/parity/test_pipelines.py::test_every_schedule[transformer-zb-h1-4]",
-    "tests/parity/test_pipelines.py::test_every_schedule_in_float32",
-    "tests/parity/test_pipelines.py::test_hybrids[1f1b]",
-    "tests/parity/test_pipelines.py::test_hybrids[eager-1f1b]",
-    "tests/parity/test_pipelines.py::test_hybrids[few layers last]",
-    "tests/parity/test_pipelines.py::test_hybrids[interleaved]",
-    "tests/parity/test_pipelines.py::test_hybrids[unequal chunks]",
-    "tests/parity/test_pipelines.py::test_members_in_stages[plan1]",
-    "tests/parity/test_pipelines.py::test_optimizers_where_tensors_live[by block]",
-    "tests/parity/test_pipelines.py::test_optimizers_where_tensors_live[factored]",
-    "tests/parity/test_pipelines.py::test_optimizers_where_tensors_live[trust ratio]",
-    "tests/parity/test_pipelines.py::test_the_plan_of_the_guide",
-    "tests/parity/test_pipelines.py::test_verify_in_stages[perceptron]",
-    "tests/parity/test_reduce_dtype.py::"
-    "test_a_cpu_rounds_before_and_after_and_sends_float32[tensor, zero 3]",
-    "tests/parity/test_reduce_dtype.py::"
-    "test_a_cpu_rounds_before_and_after_and_sends_float32[zero 1]",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[data-21]",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[microbatches",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[pipeline that",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[pipeline, tensor-24]",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[pipeline, zero",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[tensor, zero",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[zero 2",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[zero 3, each",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[zero 3-21]",
-    "tests/parity/test_reduce_dtype.py::"
-    "test_gradients_reduced_in_the_backward_pass_are_those_by_hand[zero 1]",
-    "tests/parity/test_reduce_dtype.py::test_members_are_those_by_hand[plan2]",
-    "tests/parity/test_reduce_dtype.py::test_only_gradients_are_rounded[platforms1",
-    "tests/parity/test_servers_cut.py::"
-    "test_rows_change_nothing_in_a_run_on_one_worker[{'mode': 'bounded'",
-    "tests/parity/test_servers_cut.py::"
-    "test_rows_change_nothing_in_a_run_on_one_worker[{'mode': 'sync', 'compression': 'topk'}]",
-    "tests/parity/test_servers_cut.py::"
-    "test_servers_with_rows_beside_a_step_by_hand[adaptive_grad_clip",
-    "tests/parity/test_servers_cut.py::test_servers_with_rows_beside_a_step_by_hand[add_noise]",
-    "tests/parity/test_servers_cut.py::"
-    "test_servers_with_rows_beside_a_step_by_hand[apply_if_finite]",
-    "tests/parity/test_servers_cut.py::"
-    "test_servers_with_rows_beside_a_step_by_hand[conditionally_transform",
-    "tests/parity/test_servers_cut.py::test_servers_with_rows_beside_a_step_by_hand[contrib.",
-    "tests/parity/test_servers_cut.py::test_servers_with_rows_beside_a_step_by_hand[masked",
-    "tests/parity/test_servers_parity.py::test_a_run_goes_on_elsewhere",
-    "tests/parity/test_servers_parity.py::test_a_worker_may_be_a_pipeline",
-    "tests/parity/test_servers_parity.py::test_a_worker_may_have_any_plan[microbatches and zero]",
-    "tests/parity/test_strategies.py::test_drawn_strategies_give_the_same_update[stacked-2-3-3]",
-    "tests/parity/test_sequences.py::test_any_plan_equals_one_device",
-    "tests/parity/test_sequences.py::test_masked_attention_equals_one_device",
-    "tests/parity/test_sequences.py::test_tokens_over_devices_equal_one",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[context]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[dots]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[everything]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[pipeline and remat]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[pipeline and ring]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[pipeline and tensor]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[ring and data]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[ring and sequence]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[ring and tensor]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[uneven]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[zero 2]",
-    "tests/parity/test_stream_plans.py::test_any_plan_with_masked_blocks_equals_one_device[full]",
-    "tests/parity/test_stream_plans.py::test_any_plan_with_masked_blocks_equals_one_device[minor]",
-    "tests/parity/test_stream_plans.py::test_any_plan_with_masked_blocks_equals_one_device[pipeline",
-    "tests/parity/test_stream_plans.py::test_any_plan_with_masked_blocks_equals_one_device[uneven]",
-    "tests/parity/test_stream_plans.py::test_any_plan_with_tokens_in_order_equals_one_device[context",
-    "tests/parity/test_stream_plans.py::test_any_plan_with_tokens_in_order_equals_one_device[pipe",
-    "tests/parity/test_stream_plans.py::"
-    "test_any_plan_with_tokens_in_order_equals_one_device[ring and data",
-    "tests/parity/test_stream_plans.py::"
-    "test_any_plan_with_tokens_in_order_equals_one_device[ring and remat",
-    "tests/parity/test_stream_plans.py::"
-    "test_any_plan_with_tokens_in_order_equals_one_device[ring and tensor",
-    "tests/parity/test_stream_plans.py::test_members_equal_those_as_written",
-    "tests/test_documents.py::test_the_page_runs[docs/index.md]",
-    "tests/unit/test_adapters.py::test_equinox_functions_may_close_over_arrays[default]",
-    "tests/unit/test_adapters.py::test_equinox_functions_may_close_over_arrays[nested]",
-    "tests/unit/test_adapters.py::test_equinox_functions_may_close_over_arrays[object]",
-    "tests/unit/test_adapters.py::test_equinox_functions_may_close_over_arrays[partial]",
-    "tests/unit/test_argument_check.py::"
-    "test_a_value_that_python_cannot_print_is_refused_in_our_words[Machine]",
-    "tests/unit/test_argument_check.py::"
-    "test_a_value_that_python_cannot_print_is_refused_in_our_words[Servers]",
-    "tests/unit/test_batch.py::test_random_keys_are_padded_as_other_rows[Plan()]",
-    "tests/unit/test_batch_size.py::test_found_fits_and_next_does_not[task0-plan0]",
-    "tests/unit/test_batch_size.py::test_found_fits_and_next_does_not[task1-plan1]",
-    "tests/unit/test_batch_size.py::test_the_budget_has_a_default_on_cpu",
-    "tests/unit/test_callbacks.py::test_a_callback_ends_a_run_after_an_epoch[servers]",
-    "tests/unit/test_callbacks.py::test_steps_are_limited[servers]",
-    "tests/unit/test_callbacks.py::test_the_average_is_that_of_a_loop_by_hand[members]",
-    "tests/unit/test_callbacks.py::test_who_is_called_when[servers]",
-    "tests/unit/test_candidates.py::test_what_stages_send_is_what_the_step_sends[1f1b-stack]",
-    "tests/unit/test_candidates.py::test_what_stages_send_is_what_the_step_sends[1f1b-tied]",
-    "tests/unit/test_candidates.py::"
-    "test_what_stages_send_is_what_the_step_sends[eager-1f1b-boundaries]",
-    "tests/unit/test_candidates.py::test_what_stages_send_is_what_the_step_sends[eager-1f1b-tied]",
-    "tests/unit/test_candidates.py::test_what_stages_send_is_what_the_step_sends[gpipe-boundaries]",
-    "tests/unit/test_candidates.py::test_what_stages_send_is_what_the_step_sends[gpipe-stack]",
-    "tests/unit/test_compiler_options.py::test_members_are_compiled_with_the_options",
-    "tests/unit/test_compiler_options.py::test_workers_compile_with_the_options",
-    "tests/unit/test_expert_plans.py::test_no_expert_is_faster[small perceptron-a node]",
-    "tests/unit/test_found_plans.py::test_the_bytes_of_a_solution_are_those_of_its_plan[stack-2-8]",
-    "tests/unit/test_host_calls.py::test_checkpointed_loops_of_equinox_train_alike[False",
-    "tests/unit/test_host_calls.py::test_checkpointed_loops_of_equinox_train_alike[True-members]",
-    "tests/unit/test_host_calls.py::test_checkpointed_loops_of_equinox_train_alike[True-network]",
-    "tests/unit/test_hyperparams.py::"
-    "test_a_rate_that_a_callback_sets_trains_as_by_hand[resident-data]",
-    "tests/unit/test_hyperparams.py::"
-    "test_a_rate_that_a_callback_sets_trains_as_by_hand[resident-zero 3]",
-    "tests/unit/test_hyperparams.py::"
-    "test_a_rate_that_a_callback_sets_trains_as_by_hand[streamed-one device]",
-    "tests/unit/test_hyperparams.py::"
-    "test_a_rate_that_a_callback_sets_trains_as_by_hand[streamed-pipeline]",
-    "tests/unit/test_hyperparams.py::"
-    "test_a_rate_that_a_callback_sets_trains_as_by_hand[streamed-zero 1]",
-    "tests/unit/test_hyperparams.py::"
-    "test_a_run_that_is_resumed_at_any_step_goes_on_with_its_scale[2]",
-    "tests/unit/test_hyperparams.py::"
-    "test_a_run_that_is_resumed_at_any_step_goes_on_with_its_scale[3]",
-    "tests/unit/test_hyperparams.py::"
-    "test_a_run_that_is_resumed_at_any_step_goes_on_with_its_scale[5]",
-    "tests/unit/test_hyperparams.py::"
-    "test_a_run_that_is_resumed_at_any_step_goes_on_with_its_scale[6]",
-    "tests/unit/test_hyperparams.py::"
-    "test_a_run_that_is_resumed_at_any_step_goes_on_with_its_scale[7]",
-    "tests/unit/test_interleavings.py::"
-    "test_every_death_is_survived_and_accounted_for[quorum-kinds1]",
-    "tests/unit/test_interleavings.py::"
-    "test_every_death_is_survived_and_accounted_for[quorum-kinds2]",
-    "tests/unit/test_interleavings.py::test_every_death_is_survived_and_accounted_for[sync-kinds0]",
-    "tests/unit/test_interleavings.py::test_every_death_is_survived_and_accounted_for[sync-kinds2]",
-    "tests/unit/test_large_numbers.py::test_a_search_on_millions_of_devices_ends",
-    "tests/unit/test_launch.py::"
-    "test_the_trace_of_a_process_whose_peer_died_is_only_in_its_file[command-raise ValueError",
-    "tests/unit/test_launch.py::"
-    "test_the_trace_of_a_process_whose_peer_died_is_only_in_its_file[command-raise jax",
-    "tests/unit/test_launch.py::"
-    "test_the_trace_of_a_process_whose_peer_died_is_only_in_its_file[script-raise errors",
-    "tests/unit/test_liveness.py::test_the_peak_is_within_5_percent_of_the_compilers",
-    "tests/unit/test_log_check.py::test_readers_say_what_is_missing[a digit changed]",
-    "tests/unit/test_log_check.py::test_readers_say_what_is_missing[a line added]",
-    "tests/unit/test_log_check.py::test_readers_say_what_is_missing[an epoch removed]",
-    "tests/unit/test_log_check.py::test_readers_say_what_is_missing[emptied]",
-    "tests/unit/test_metrics.py::test_a_cut_network_in_stages[evaluate]",
-    "tests/unit/test_metrics.py::test_a_cut_network_in_stages[task]",
-    "tests/unit/test_metrics.py::test_a_stack_in_stages[loss]",
-    "tests/unit/test_metrics.py::test_a_stack_in_stages[parts]",
-    "tests/unit/test_metrics.py::test_as_scikit_learn_of_all_rows[False-data]",
-    "tests/unit/test_metrics.py::test_as_scikit_learn_of_all_rows[False-zero 3]",
-    "tests/unit/test_metrics.py::test_as_scikit_learn_of_all_rows[True-tensor]",
-    "tests/unit/test_plan.py::test_a_cache_is_safe_however_devices_are_chosen[from plurax.cli",
-    "tests/unit/test_plan.py::test_a_cache_is_safe_however_devices_are_chosen[px.initialize(",
-    "tests/unit/test_planned.py::test_what_is_planned_is_what_is_compiled[unequal stages]",
-    "tests/unit/test_planned.py::test_what_is_planned_is_what_is_compiled[zero 1]",
-    "tests/unit/test_recorded_collectives.py::"
-    "test_what_was_traced_to_compile_says_what_a_recorded_step_says[tensor]",
-    "tests/unit/test_replay.py::test_a_resumed_run_is_repeated_from_its_beginning[another",
-    "tests/unit/test_replay.py::test_a_resumed_run_is_repeated_from_its_beginning[three times]",
-    "tests/unit/test_replay.py::test_a_resumed_run_is_repeated_from_its_beginning[uncompressed",
-    "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[async-None]",
-    "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[bounded-None]",
-    "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[delay-None]",
-    "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[first-None]",
-    "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[first-topk]",
-    "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[quorum-topk]",
-    "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[sync-topk]",
-    "tests/unit/test_replay.py::test_every_run_is_repeated_bit_for_bit[too stale-None]",
-    "tests/unit/test_replicas.py::test_a_flipped_bit_is_found_and_named[data, 8 devices]",
-    "tests/unit/test_replicas.py::test_a_flipped_bit_is_found_and_named[members in stages]",
-    "tests/unit/test_replicas.py::test_a_flipped_bit_is_found_and_named[members]",
-    "tests/unit/test_replicas.py::test_a_flipped_bit_is_found_and_named[pipeline, a stage's own]",
-    "tests/unit/test_replicas.py::test_a_flipped_bit_is_found_and_named[pipeline, layers]",
-    "tests/unit/test_replicas.py::test_a_flipped_bit_is_found_and_named[tensor and zero]",
-    "tests/unit/test_replicas.py::test_a_flipped_bit_is_found_and_named[tensor, split]",
-    "tests/unit/test_replicas.py::test_a_flipped_bit_is_found_and_named[zero 1]",
-    "tests/unit/test_replicas.py::test_a_flipped_bit_is_found_and_named[zero 2]",
-    "tests/unit/test_replicas.py::test_where_there_are_no_copies_nothing_runs[members alone]",
-    "tests/unit/test_run_file.py::test_the_best_state_predicts[px.Members(2)]",
-    "tests/unit/test_search.py::test_plans_are_ranked_by_what_an_estimate_says[{'pipeline': 2}]",
-    "tests/unit/test_search.py::test_tokens_are_split_over_the_fewest_devices_with_which_they_fit",
-    "tests/unit/test_servers.py::test_a_prepared_worker_compiles_no_more[pipeline]",
-    "tests/unit/test_servers.py::test_a_prepared_worker_compiles_no_more[zero]",
-    "tests/unit/test_sources.py::test_a_column_in_a_file_is_read_by_row_and_once_a_batch",
-    "tests/unit/test_stages.py::test_what_a_stage_prints_is_printed_once[marked",
-    "tests/unit/test_stop_signals.py::"
-    "test_a_script_that_gets_sigterm_ends_with_its_checkpoint[handled",
-    "tests/unit/test_stop_signals.py::"
-    "test_a_script_that_gets_sigterm_ends_with_its_checkpoint[plain-True",
-    "tests/unit/test_masked_queries.py::test_other_numbers_of_queries_than_of_keys[-1e+30-",
-    "tests/unit/test_masked_queries.py::test_values_and_gradients_are_the_same[a",
-    "tests/unit/test_masked_queries.py::test_values_and_gradients_are_the_same[bounded]",
-    "tests/unit/test_masked_queries.py::test_values_and_gradients_are_the_same[causal, ",
-    "tests/unit/test_masked_queries.py::test_values_and_gradients_are_the_same[keys first]",
-    "tests/unit/test_masked_queries.py::test_values_and_gradients_are_the_same[then bias]",
-    "tests/unit/test_masked_queries.py::test_values_and_gradients_are_the_same[window",
-    "tests/unit/test_stream.py::test_values_and_gradients_are_the_same[False-5-",
-    "tests/unit/test_sweep.py::test_a_few_large_members_fit_where_a_chunk_does_not",
-    "tests/unit/test_sweep.py::test_frozen_members_are_the_first_to_go",
-    "tests/unit/test_timeline.py::test_layers_of_each_stage_and_a_schedule_by_hand",
-    "tests/unit/test_verify.py::test_a_loss_that_couples_rows_unsaid_is_found[centre-plan0]",
-    "tests/unit/test_verify.py::test_a_loss_that_couples_rows_unsaid_is_found[log_softmax-plan1]",
-    "tests/unit/test_verify.py::test_a_loss_that_couples_rows_unsaid_is_found[roll-plan0]",
-    "tests/unit/test_verify.py::test_a_loss_that_couples_rows_unsaid_is_found[standardise-plan1]",
-    "tests/unit/test_watchdog.py::test_fit_under_a_launcher_is_watched",
-    "tests/unit/test_weights.py::test_learning_rates_by_path[frozen1-fields0]",
-    "tests/unit/test_weights.py::test_learning_rates_by_path[frozen1-fields1]",
-    "tests/unit/test_weights.py::test_learning_rates_by_path[frozen1-fields2]",
-    "tests/unit/test_weights.py::test_learning_rates_by_path[frozen1-fields3]",
-    "tests/zoo/test_found.py",
-    "tests/zoo/test_recorded.py::test_what_is_recorded_is_what_is_compiled",
-    "tests/zoo/test_zoo.py::test_as_by_hand[autoregressive-members and zero]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[autoregressive-pipeline]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[batch norm-zero 1]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[bilstm-dots]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[branch-members minor]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[contrastive-pipeline and zero]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[diffusion-pipeline and tensor]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[equilibrium-tensor]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[experts-full]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[fourier-pipeline and tensor]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[graph-full]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[gru-zero 3]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[implicit-pipeline]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[implicit-tensor and zero]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[neural ode-everything]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[pinn-zero 2]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[recommender-zero 1]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[spiking-data]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[spiking-pipeline and zero]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[state space-members]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[unet-zero 2]",
-    "tests/zoo/test_zoo.py::test_as_by_hand[vision transformer-tensor]",
-    "tests/zoo/test_zoo_servers.py::test_servers_take_the_step_written_by_hand[autoregressive]",
-    "tests/zoo/test_zoo_servers.py::test_servers_take_the_step_written_by_hand[contrastive]",
-)
-"""Further cases, of which others are in `make test`; without a case, contracts that take long."""
 
-CI = PAGES + PROCESSES + FURTHER
+def _parts(nodeid: str) -> tuple[str, str, str]:
+    """Return file, function and case of `tests/unit/test_a.py::test_b[c]`; "" without a case."""
+    path, _, rest = nodeid.removeprefix("tests/").partition("::")
+    name, _, case = rest.partition("[")
+    return path, name, case.removesuffix("]")
 
-SLOW = (
-    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[gather-",
-    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[heads-",
-    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[ring-prefix]",
-    "tests/parity/test_attention_models.py::test_a_step_is_that_by_hand[ring-slopes]",
-    "tests/parity/test_context.py::test_any_attention_equals_one_device[gather-",
-    "tests/parity/test_context.py::test_any_attention_equals_one_device[heads-",
-    "tests/parity/test_context.py::test_any_number_of_devices[4-",
-    "tests/parity/test_experts.py::test_any_choice_of_experts_equals_one_device[no tokens-added",
-    "tests/parity/test_experts.py::test_any_choice_of_experts_equals_one_device[one expert-added",
-    "tests/parity/test_experts.py::test_any_choice_of_experts_equals_one_device[ties-added",
-    "tests/parity/test_experts.py::test_any_plan_equals_one_device[dots-",
-    "tests/parity/test_experts.py::test_any_plan_equals_one_device[microbatches-",
-    "tests/parity/test_experts.py::test_any_plan_equals_one_device[zero 1-",
-    "tests/parity/test_one_loss.py::test_the_losses_are_those_of_one_device",
-    "tests/parity/test_one_loss.py::test_the_losses_fall",
-    "tests/parity/test_one_loss.py::test_the_losses_of_two_processes_are_those_of_one_device",
-    "tests/parity/test_one_loss.py::test_what_changes_numbers_is_seen",
-    "tests/parity/test_pipelines.py::test_every_schedule[marked-gpipe-4]",
-    "tests/parity/test_pipelines.py::test_every_schedule[marked-interleaved-8]",
-    "tests/parity/test_pipelines.py::test_every_schedule[marked-zb-h1-3]",
-    "tests/parity/test_pipelines.py::test_every_schedule_in_float32[perceptron-eager-1f1b-4]",
-    "tests/parity/test_pipelines.py::test_hybrids[a stage a device]",
-    "tests/parity/test_pipelines.py::test_hybrids[few layers first]",
-    "tests/parity/test_pipelines.py::test_hybrids[four stages a device]",
-    "tests/parity/test_pipelines.py::test_hybrids[unequal parts]",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[microbatches-21]",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[one device",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[pipeline, zero 1",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[pipeline, zero 2-21]",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[pipeline-",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[tensor, zero 1-",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[tensor-24]",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[zero 1",
-    "tests/parity/test_reduce_dtype.py::test_a_step_is_that_by_hand[zero 2-21]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[full]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[microbatches]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[minor]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[offload]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[ring and remat]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[ring and zero 1]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[ring of six]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[ring]",
-    "tests/parity/test_stream_plans.py::test_any_plan_equals_one_device[sequence]",
-    "tests/unit/test_stream.py::test_values_and_gradients_are_the_same[False-4-",
-    "tests/unit/test_stream.py::test_values_and_gradients_are_the_same[True-5-",
-)
-"""Cases of tables whose dims are tested by others: the same plan with one axis more, the same form
-in blocks of another size."""
+
+def _matches(case: str, patterns: Iterable[str]) -> bool:
+    """Only `*` is special: cases have brackets of their own."""
+    return any(fnmatchcase(case, re.sub(r"[\[?]", r"[\g<0>]", pattern)) for pattern in patterns)
+
+
+def mark(nodeid: str, tiers: Tiers = TIERS) -> str | None:
+    """Return the mark that the table gives a test."""
+    path, name, case = _parts(nodeid)
+    if _matches(case, tiers["slow"].get(path, {}).get(name, ())):
+        return "slow"
+    return None if _matches(case, tiers["shown"].get(path, {}).get(name, ("*",))) else "ci"
+
+
+def unmatched(collected: Iterable[str], shown: Iterable[str], tiers: Tiers = TIERS) -> list[str]:
+    """Return what the table says in vain about the files that were collected.
+
+    Args:
+        collected: The ids of all tests of some files.
+        shown: Those of them that `make test` runs: each case of `[shown]` has to be among these.
+        tiers: What `tests/tiers.toml` says.
+    """
+    files = {_parts(nodeid)[0] for nodeid in collected}
+    vain = []
+    for table, tests in (("slow", collected), ("shown", shown)):
+        cases = collections.defaultdict(list)
+        for path, name, case in map(_parts, tests):
+            cases[path, name].append(case)
+        vain += [
+            f"{path}::{name}[{pattern}]"
+            for path in sorted(tiers[table].keys() & files)
+            for name, patterns in tiers[table][path].items()
+            for pattern in patterns or ["no case is named"]
+            if not any(_matches(case, [pattern]) for case in cases[path, name])
+        ]
+    return vain

@@ -14,6 +14,8 @@ from tests.faults.cases import MOMENTS, QUICK
 from tests.faults.run import STEPS
 from tests.processes import gang
 
+pytestmark = pytest.mark.gangs
+
 LIMIT = 300
 
 

@@ -11,6 +11,8 @@ from plurax.checkpoint import Checkpoints
 from tests.faults import run
 from tests.faults.launched import launching
 
+pytestmark = pytest.mark.gangs
+
 ROUNDS = int(os.environ.get("PLURAX_FAULT_ROUNDS", "20"))
 SEED = int(os.environ.get("PLURAX_FAULT_SEED", "0"))
 

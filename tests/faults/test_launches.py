@@ -12,7 +12,7 @@ from plurax.checkpoint import Checkpoints
 from tests.faults.launched import launching
 from tests.faults.test_kills import check_end
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.gangs, pytest.mark.slow]
 
 
 def at(what, step, *who):

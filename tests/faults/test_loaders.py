@@ -8,6 +8,8 @@ import pytest
 from tests.faults.launched import REPOSITORY, Launch, launching
 from tests.faults.test_kills import check_end
 
+pytestmark = pytest.mark.gangs
+
 DIED = "Worker process was terminated unexpectedly with exit code -9"
 
 

@@ -18,6 +18,8 @@ from tests.faults.namespaces import two_hosts
 from tests.faults.run import STEPS
 from tests.faults.test_kills import check_end
 
+pytestmark = pytest.mark.gangs
+
 PORT = 7117
 
 SHORT = """

@@ -140,6 +140,7 @@ def kinds(program):
     return pairs
 
 
+@pytest.mark.ci
 def test_buckets_send_what_single_tensors_do():
     """Of 24 parameters, in three to eight collectives instead of 35 and 24; as it was planned."""
     layer = 4 * WIDTH * (WIDTH + 1)

@@ -30,6 +30,7 @@ def largest(hlo):
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "plan",
     [px.Plan(member=4), pytest.param(px.Plan(member=8, chunk=1), marks=pytest.mark.slow)],
@@ -43,6 +44,7 @@ def test_members_never_communicate(plan):
     assert step.collectives() == []
 
 
+@pytest.mark.ci
 def test_with_data_each_step_reduces_once_over_data_alone():
     made = program(px.Plan(member=4, data=2, microbatches=2, chunk=1), px.Members(4))
     reductions = [found for found in made.collectives() if found.kind == "all-reduce"]
@@ -60,6 +62,7 @@ def test_nothing_has_members_times_rows():
     assert largest(made.hlo()) <= max(ORDERED * 50, 8000 * models.FEATURES)
 
 
+@pytest.mark.ci
 def test_data_memory_does_not_depend_on_the_members():
     """Twice the rows cost the same memory whatever the number of members."""
 
@@ -80,6 +83,7 @@ def test_data_memory_does_not_depend_on_the_members():
     assert abs(few_more.temporaries - few.temporaries) < bytes_of_rows / 40
 
 
+@pytest.mark.ci
 def test_memory_of_a_chunk_does_not_grow_with_the_members():
     """Beyond the states and metrics, which are arguments and outputs, a member costs nothing."""
     few, many = (program(px.Plan(chunk=4), px.Members(count)) for count in (16, 64))

@@ -97,6 +97,7 @@ def test_each_device_holds_its_own_experts(dispatch):
     assert rows <= 2 * ROWS
 
 
+@pytest.mark.ci
 def test_experts_that_devices_do_not_divide_are_gathered_nowhere():
     with pytest.warns(px.errors.ShardingWarning, match="shards do not divide 6"):
         program = program_of(mixtures.sorted_rows, experts=6)

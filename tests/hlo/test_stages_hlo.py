@@ -50,6 +50,7 @@ def test_stages_exchange_only_permutes_of_boundaries(schedule):
     assert [(r.bytes, r.trips) for r in planned] == [(BOUNDARY, length)] * 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "numbers_of_layers", [pytest.param(None, marks=pytest.mark.slow), (1, 3, 2, 2)]
 )
@@ -97,16 +98,19 @@ def test_model_state_is_told_to_all_once_a_step():
     assert not any(c.in_loop for c in told)
 
 
+@pytest.mark.ci
 def test_1f1b_stores_as_much_for_64_microbatches_as_for_8():
     few, many = (p.memory().temporaries for p in (scheduled("1f1b"), scheduled("1f1b", 64)))
     assert many == pytest.approx(few, rel=0.02)
 
 
+@pytest.mark.ci
 def test_gpipe_stores_more_with_more_microbatches():
     few, many = (p.memory().temporaries for p in (scheduled("gpipe"), scheduled("gpipe", 64)))
     assert many > 4 * few
 
 
+@pytest.mark.ci
 def test_each_device_holds_the_layers_that_the_plan_says():
     """The middle device six of eight; the others one, and rows of zeros up to the same number."""
     task = models.transformer_stack(depth=8, tied=False)
@@ -129,6 +133,7 @@ def test_each_device_holds_the_layers_that_the_plan_says():
     assert f"8,{rest}" not in shapes
 
 
+@pytest.mark.ci
 def test_fewer_layers_in_early_stages_store_less():
     """Under 1F1B stage s of 4 stores 4 - s microbatches: 8 rows of residuals at most, or 6."""
 

@@ -78,6 +78,7 @@ KEYS = 2 * ROWS * TOKENS * KEY_HEADS * SIZE * 4
 """The bytes of keys and values, float32."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("remat", "times"), [("none", 1), ("full", 2)])
 def test_keys_are_gathered_and_their_gradients_scattered(remat, times):
     """Each device gets all keys and values of its rows, and its share of their gradients.
@@ -89,6 +90,7 @@ def test_keys_are_gathered_and_their_gradients_scattered(remat, times):
     assert moved(program.collectives()) == expected == moved(program.planned_collectives())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_keys_go_around(count):
     """Forward and backward each device sends n - 1 times its keys, backward n times gradients."""
@@ -113,6 +115,7 @@ def test_each_device_holds_its_queries_by_the_keys_of_a_block(strategy):
     assert four < one / 4
 
 
+@pytest.mark.ci
 def test_weights_are_reduced_once_a_step():
     """Over devices of rows and of tokens together, and after all microbatches."""
     plan = px.Plan(data=2, context=2, context_strategy="ring", microbatches=2, stream=BLOCK)
@@ -155,6 +158,7 @@ def test_the_update_is_that_of_one_device(x64, alone, name):
     assert models.max_rel_error(trained(plan, loop), expected) < 1e-10
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("data", [1, 2])
 def test_zero_splits_the_state_over_rows_and_tokens(data, zero):

@@ -80,12 +80,14 @@ def test_a_ring_equals_one_device(attention):
     assert_equal_to_one_device(attention, context=2, context_strategy="ring")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("attention", forms.VARIANTS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("strategy", ["ring", "gather", "heads"])
 def test_any_attention_equals_one_device(attention, strategy):
     assert_equal_to_one_device(attention, context=2, context_strategy=strategy)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("attention", [forms.causal, forms.dropout], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 @pytest.mark.parametrize("count", [3, 4, 8])
@@ -97,6 +99,7 @@ WITH_TOKENS = [forms.bias, forms.of_products_with_positions]
 SENT = {"ring": "collective-permute", "gather": "all-gather", "heads": "all-to-all"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("attention", forms.VARIANTS, ids=lambda f: f.__name__)
 def test_each_form_goes_around(attention):
     """Keys are sent, and no value is gathered that has them.
@@ -128,6 +131,7 @@ def over_tokens(p, q, k, v):
     return forms.causal(p, jnp.cumsum(q, axis=1), k, v.reshape(q.shape))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", ["ring", "heads"])
 def test_what_reads_other_tokens_gathers_them(strategy):
     program = assert_equal_to_one_device(over_tokens, context=2, context_strategy=strategy)
@@ -139,6 +143,7 @@ def masked_and_not(p, q, k, v):
     return forms.plain(p, forms.causal(p, q, k, v), k, v)
 
 
+@pytest.mark.ci
 def test_attention_without_a_mask_takes_the_order_of_that_with_one():
     """Or its queries would be gathered and brought back to the order of their places."""
     program = assert_equal_to_one_device(masked_and_not, context=2, context_strategy="ring")

@@ -262,6 +262,7 @@ FEW = {  # of all pairs
 }  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -286,6 +287,7 @@ STAGES = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -314,6 +316,7 @@ def test_model_state_of_several_stages_on_a_device(x64):
     assert models.max_rel_error(trained(task, batch, plan, SIZES), expected) < 1e-10
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "plans",
     [
@@ -423,6 +426,7 @@ def test_any_plan(x64, name, data):
     check(name, data.draw(plans(name)))
 
 
+@pytest.mark.ci
 def test_operations_along_the_rows(x64):
     """Two views joined, turned, sorted and summed along the rows, pooled, and a grouped kernel."""
 

@@ -111,6 +111,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore::plurax.errors.ShardingWarning")
 @pytest.mark.parametrize(
     ("name", "expert"),
@@ -157,6 +158,7 @@ def three_members():
     return trained("perceptron", plan, jnp.float64, members=px.Members(3))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "plan",
     [
@@ -210,6 +212,7 @@ WITHOUT_ELEMENTS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:some tensors are not split as the rules say")
 @pytest.mark.parametrize("name", WITHOUT_ELEMENTS)
 def test_tensors_without_elements(x64, name):
@@ -304,6 +307,7 @@ def test_a_rule_that_fits_nothing_says_so():
         px.compile(task, models.optimizer(), plan, batch)
 
 
+@pytest.mark.ci
 def test_resident_data_and_checkpoints_under_another_plan(x64, tmp_path):
     """Trained under one plan, resumed under two others: the same as on one device."""
     task, batch = network("perceptron", jnp.float64)

@@ -224,6 +224,7 @@ def assert_as_by_hand(dispatch, plan, kind="random", experts=E):
     return program
 
 
+@pytest.mark.ci
 def test_experts_of_members_equal_one_device():
     """Of two networks, each on its own devices."""
     plan = px.Plan(member=2, tensor=2, chunk=1, shardings=SPLIT)
@@ -247,10 +248,12 @@ def test_experts_over_devices_equal_one_device(dispatch, count):
     assert_as_by_hand(dispatch, px.Plan(tensor=count, shardings=SPLIT))
 
 
+@pytest.mark.ci
 def test_named_choices_equal_one_device():
     assert_as_by_hand(named_one_hot, px.Plan(tensor=4, shardings=NAMED))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dispatch", DISPATCHES, ids=name_of)
 @pytest.mark.parametrize("kind", ["one expert", "no tokens", "ties"])
 def test_any_choice_of_experts_equals_one_device(dispatch, kind):

@@ -116,6 +116,7 @@ def test_any_choice_of_experts_equals_one_device(dispatch, kind):
     assert_as_by_hand(dispatch, kind, data=4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dispatch", [mixtures.sorted_rows, shifted], ids=mixtures.name_of)
 def test_all_rows_on_one_device_are_sent_in_two_turns(dispatch):
     """Of 20 rows of each device 10 are sent to one in a turn."""
@@ -134,6 +135,7 @@ PLANS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_another_parameter_is_gathered(zero):
     """What is no expert's can be split over `data` too: it is gathered where it is read."""
@@ -150,6 +152,7 @@ def test_any_plan_equals_one_device(dispatch, name):
     mixtures.assert_as_by_hand(dispatch, px.Plan(shardings=rules, **fields))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dispatch", [of_one_choice, with_a_scale], ids=mixtures.name_of)
 def test_rows_that_devices_do_not_divide(dispatch):
     """Five rows on each of four devices: two slots for those of each, and two rows of no slot."""
@@ -168,6 +171,7 @@ def test_rows_that_devices_do_not_divide(dispatch):
 # --- The rest of a program ------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_rows_that_fill_a_batch_change_nothing():
     """Seven examples on four devices: the last row is padding, and is sent as any."""
     plan = px.Plan(data=4, shardings=SPLIT)
@@ -191,6 +195,7 @@ def predict(params, batch):
     return mixtures.sorted_rows(params, x.reshape(-1, D)).reshape(x.shape)
 
 
+@pytest.mark.ci
 def test_predictions_and_evaluation_equal_one_device():
     loss = mixtures.loss_of(mixtures.sorted_rows)
     evaluate = lambda p, b: (predict(p, b) ** 2).mean((1, 2))  # noqa: E731
@@ -204,6 +209,7 @@ def test_predictions_and_evaluation_equal_one_device():
     assert models.max_rel_error(*results) < 1e-10
 
 
+@pytest.mark.ci
 def test_members_equal_one_device():
     """Of two networks, each on its own two devices, and both on the same two."""
     for fields in ({"member": 2, "chunk": 1}, {}):
@@ -218,6 +224,7 @@ def test_members_equal_one_device():
             assert models.max_rel_error(jax.device_get(found), jax.device_get(expected)) < 1e-10
 
 
+@pytest.mark.ci
 def test_a_state_goes_on_under_another_plan():
     """Two steps with rows sent, then two with experts over `tensor`, as four of one device."""
     task, batch = mixtures.task_of(mixtures.sorted_rows), mixtures.batch_of()
@@ -242,6 +249,7 @@ def test_activations_are_not_split_by_rules_over_data():
         px.compile(task, optax.sgd(0.1), plan, mixtures.batch_of())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("loss", [mixtures.balanced, mixtures.dropping], ids=mixtures.name_of)
 def test_a_balanced_load_is_that_of_the_whole_batch(loss):
     """Tokens of all devices are sorted together, and no rows are sent: all is exact."""

@@ -155,6 +155,7 @@ def test_nothing_is_reduced_or_stored(name, planned):
     assert held[0] - held[1] == 2 * frozen
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["stack", "layers", "marked"])
 def test_stages_sum_no_gradient_of_frozen_parameters(name):
     task = {
@@ -186,6 +187,7 @@ def test_patterns_add_up_and_are_checked():
         px.fit(task, rule(), batch, batch_size=4, servers=px.Servers(), progress=False)
 
 
+@pytest.mark.ci
 def test_from_given_parameters_and_resumed(tmp_path):
     """`init(params=...)`, `fit` and a resumed run have the same optimizer state."""
     task = px.freeze(models.mlp_task(), "hidden")
@@ -200,6 +202,7 @@ def test_from_given_parameters_and_resumed(tmp_path):
     assert models.same_bits(whole.state.params, again.state.params)
 
 
+@pytest.mark.ci
 def test_search_and_verify_take_frozen_parameters():
     task = px.freeze(models.mlp_task(), "hidden")
     assert px.verify(task, rule(), px.Plan(data=2, zero=1), models.data(8)).ok
@@ -207,6 +210,7 @@ def test_search_and_verify_take_frozen_parameters():
     assert found.best.devices <= 2
 
 
+@pytest.mark.ci
 def test_a_task_is_frozen_in_a_function_of_hyperparameters(x64):
     """As are tasks of one network."""
     task = models.mlp_task(dtype=np.float64)

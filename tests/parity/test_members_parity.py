@@ -132,6 +132,7 @@ def test_among_others_equals_alone(x64, resample, plan):
         assert models.max_rel_error(params, alone(resample, member)) < 1e-10
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("resample", ["kfold", "subsample"])
 def test_other_resampling_equals_alone(x64, resample):
     """Without hyperparameters, so that one program is every member's alone."""

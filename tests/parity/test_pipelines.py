@@ -104,6 +104,7 @@ def test_every_schedule(x64, name, schedule, stages):
 
 
 # ZB-H1 in float32 is in `test_verify_in_stages`.
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "schedule", "stages"),
     list(cases(4, rare=[("gpipe", 4), ("interleaved", 4), ("zb-h1", 4)])),
@@ -199,6 +200,7 @@ def test_any_hybrid(x64, name, data):
     assert max_rel_error(got, name, jnp.float64) < 1e-10, plan
 
 
+@pytest.mark.ci
 def test_a_program_from_the_compilation_cache(x64):
     """Compiled once, and then loaded: XLA's CPU client has to keep its collectives apart."""
     plan = px.Plan(data=2, pipeline=3, microbatches=2, schedule="zb-h1", zero=2, remat="full")
@@ -208,6 +210,7 @@ def test_a_program_from_the_compilation_cache(x64):
         assert max_rel_error(got, "perceptron", jnp.float64) < 1e-10
 
 
+@pytest.mark.ci
 def test_the_plan_of_the_guide(x64):
     """All at once, evaluated and predicted too."""
     plan = px.Plan(
@@ -232,6 +235,7 @@ def test_without_microbatches(x64):
     assert max_rel_error(got, "perceptron", jnp.float64) < 1e-10
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_and_head_live_on_their_stages(tied):
     """On a device is what its stage needs: not embedding and head both, unless they are tied."""
@@ -268,6 +272,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     # What is clipped is in all other tests, and `multi` masks its parts.
     "name",
@@ -291,6 +296,7 @@ def test_optimizers_where_tensors_live(x64, name):
     assert models.max_rel_error(run(px.Plan(pipeline=2)), run(px.Plan())) < 1e-10
 
 
+@pytest.mark.ci
 def test_checkpoints_under_another_plan(x64, tmp_path):
     """Trained as stages, resumed without stages, and as stages of other layers."""
     task, batch = models.perceptron_stack(jnp.float64), models.data(LARGEST, dtype=np.float64)
@@ -311,6 +317,7 @@ def test_checkpoints_under_another_plan(x64, tmp_path):
     assert result.program.predict(result.state, batch).shape == (LARGEST, models.CLASSES)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-h1"])
 def test_resident_epochs_in_stages(schedule):
     """In the compiled loop over an epoch, and the same twice, bit for bit."""
@@ -326,6 +333,7 @@ def test_resident_epochs_in_stages(schedule):
     assert models.same_bits(run(), run())
 
 
+@pytest.mark.ci
 def test_bfloat16_in_stages():
     """Cast where it is used: parameters and what the optimizer keeps stay as they are."""
     task, batch = models.transformer_stack(depth=3), models.text(8)
@@ -340,6 +348,7 @@ def test_bfloat16_in_stages():
     assert models.max_rel_error(run(plan), run(one)) < 2e-2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "plan",
     [
@@ -364,6 +373,7 @@ def test_members_in_stages(x64, plan):
     assert models.max_rel_error(run(plan), run(px.Plan(chunk=3, batch_dim="major"))) < 1e-10
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     ["perceptron", *(pytest.param(n, marks=pytest.mark.slow) for n in ("transformer", "marked"))],

@@ -187,6 +187,7 @@ EARLY = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", EARLY)
 @pytest.mark.usefixtures("x64")
 def test_gradients_reduced_in_the_backward_pass_are_those_by_hand(name, monkeypatch):
@@ -198,6 +199,7 @@ def test_gradients_reduced_in_the_backward_pass_are_those_by_hand(name, monkeypa
 HYPER = {"rate": [1e-1, 1e-2, 1e-3]}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "plan",
     [
@@ -256,6 +258,7 @@ def test_a_loss_that_couples_examples_is_that_by_hand(zero):
     np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "plan", [px.Plan(data=4), px.Plan(data=4, zero=1), px.Plan(data=2, pipeline=2, microbatches=2)]
 )

@@ -169,12 +169,14 @@ PLANS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("mixer", ["cumsum", "recurrence", "convolution", "sum of slices"])
 def test_any_plan_equals_one_device(mixer, plan):
     assert_by_hand(mixer, PLANS[plan])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", ["gather", "ring", "heads"])
 @pytest.mark.parametrize("mixer", ["cumsum", "recurrence", "convolution", "token shift"])
 def test_masked_attention_equals_one_device(mixer, strategy):

@@ -78,6 +78,7 @@ def test_what_can_be_computed_on_rows_is_cut(x64, name):
         assert cut(spec(optimizers.OPTIMIZERS[name](), ASYNC)) == stale
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] * (n not in FEW)) for n in optimizers.OPTIMIZERS],
@@ -175,6 +176,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "changes",
     [pytest.param(run, marks=[pytest.mark.slow] * (at > 1)) for at, run in enumerate(RUNS)],

@@ -95,6 +95,7 @@ def test_a_worker_may_have_any_plan(name, one_device):
     assert found.staleness.pushed_bytes == found.staleness.pulled_bytes == 2 * 6 * once
 
 
+@pytest.mark.ci
 def test_a_worker_may_be_a_pipeline():
     task = models.perceptron_stack(dtype=jnp.float64)
     data = models.data(EXAMPLES, dtype=np.float64)
@@ -104,6 +105,7 @@ def test_a_worker_may_be_a_pipeline():
     assert models.max_rel_error(found.state.params, expected.state.params) < 1e-10
 
 
+@pytest.mark.ci
 @jax.enable_x64(False)
 def test_batches_that_are_no_arrays():
     task, data = models.mlp_task(), models.data(EXAMPLES)
@@ -114,6 +116,7 @@ def test_batches_that_are_no_arrays():
     assert models.max_rel_error(found.state.params, expected.state.params) < 1e-5
 
 
+@pytest.mark.ci
 def test_a_batch_that_is_not_finite_updates_nothing(one_device):
     task, data, _ = one_device
     bad = {**data, "x": np.where(np.arange(EXAMPLES)[:, None] == 3, np.nan, data["x"])}
@@ -126,6 +129,7 @@ def test_a_batch_that_is_not_finite_updates_nothing(one_device):
     assert models.max_rel_error(several.state.params, one.state.params) < 1e-10
 
 
+@pytest.mark.ci
 def test_a_run_goes_on_elsewhere(one_device, tmp_path):
     """With servers, without, and with other numbers of them: each from the other's checkpoint."""
     task, data, expected = one_device

@@ -83,6 +83,7 @@ def test_any_plan_equals_one_device(as_written, name):
     assert models.max_rel_error(trained(px.Plan(stream=4, **PLANS[name])), as_written) < 1e-10
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", ["one device", "uneven", "zero 3", "full", "minor", "tensor", "pipeline and remat"]
 )
@@ -102,6 +103,7 @@ def test_masked_blocks_are_left_out_where_tokens_are_not_split(plan, skip, monke
         px.compile(task, optax.sgd(0.1), px.Plan(stream=2, **plan), batch)
 
 
+@pytest.mark.ci
 def test_members_equal_those_as_written():
     three = px.Members(3)
     plan = px.Plan(member=2, chunk=1, stream=2)
@@ -133,6 +135,7 @@ def puts(monkeypatch):
     return sizes
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "used"),
     [
@@ -155,6 +158,7 @@ def test_any_plan_with_tokens_in_order_equals_one_device(ordered_as_written, put
     assert (ORDERED in puts) == used
 
 
+@pytest.mark.ci
 def test_members_with_tokens_in_order_equal_those_as_written(puts):
     three = px.Members(3)
     plan = px.Plan(member=3, context=2, stream=2, **RING)
@@ -163,6 +167,7 @@ def test_members_with_tokens_in_order_equal_those_as_written(puts):
     assert ORDERED in puts
 
 
+@pytest.mark.ci
 def test_a_state_goes_on_under_another_plan():
     """What is saved is the same under any plan: from a ring to ZeRO, and back to gathered keys."""
     task, batch = models.transformer_stack(np.float64, depth=3), models.text(ROWS, tokens=ORDERED)

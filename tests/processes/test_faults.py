@@ -13,6 +13,8 @@ from plurax.distributed.process_group import ProcessGroup
 from tests import disks
 from tests.processes import faults, gang
 
+pytestmark = pytest.mark.gangs
+
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):

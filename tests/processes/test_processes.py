@@ -14,6 +14,8 @@ from plurax.loop.log_rows import read_rows
 from tests import models
 from tests.processes import cases, gang
 
+pytestmark = pytest.mark.gangs
+
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):

@@ -102,6 +102,7 @@ def fails(monkeypatch, saves, how=full):
     monkeypatch.setattr(StateHandler, "finalize", finalize)
 
 
+@pytest.mark.ci
 def test_saves_that_fail_do_not_end_training(tmp_path, monkeypatch, undisturbed):
     fails(monkeypatch, {2, 3, 5})
     with pytest.warns(SaveFailedWarning) as warned:

@@ -34,8 +34,9 @@ def deadly():
 
 KILLS = 4
 
-pytestmark = [  # of "rolled back"
-    pytest.mark.filterwarnings("ignore::plurax.errors.RollbackWarning"),
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.filterwarnings("ignore::plurax.errors.RollbackWarning"),  # of "rolled back"
     pytest.mark.filterwarnings("ignore::plurax.errors.NonFiniteWarning"),
 ]
 

@@ -9,6 +9,8 @@ import plurax as px
 from plurax.checkpoint import Checkpoints
 from plurax.loop.log_rows import read_rows
 
+pytestmark = pytest.mark.ci
+
 ROWS = models.data(50)
 PER_EPOCH = 4
 SERVERS = px.Servers(workers=2, transport="threads", compression="int8")

@@ -126,6 +126,7 @@ def test_what_no_rule_can_be(options, message):
 # --- Runs -------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_single_bad_steps_are_left_out_as_ever(tmp_path):
     data = rows(9, 11, 12)
     result = fit(data, tmp_path)
@@ -157,6 +158,7 @@ def test_a_run_goes_back_and_skips(tmp_path, resident):
     assert models.same_bits(again.state.params, expected)
 
 
+@pytest.mark.ci
 def test_a_window_over_the_end_of_an_epoch(tmp_path):
     """Batches 19 and 20 of the first epoch and 1 of the second: that epoch has no row."""
     listed = [
@@ -206,6 +208,7 @@ def squared(params, batch, keys):
     return (batch["x"] @ params["hidden"]).sum(1) ** 2
 
 
+@pytest.mark.ci
 def test_a_spike_rolls_back(tmp_path):
     """Found by its size alone: the losses are finite, and the steps are taken."""
     task = px.Task(init=models.init, loss=squared)

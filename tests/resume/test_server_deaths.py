@@ -28,6 +28,8 @@ from plurax.server.synchronous import Synchronous
 from plurax.server.thread_transport import Threads
 from plurax.train.serve import serve_iter
 
+pytestmark = pytest.mark.gangs
+
 DATA = px.train.ArrayData(models.data(64), 8)
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.02))
 SYNC = Servers(workers=2, shards=2, snapshot_every=5, lease=6.0)

@@ -15,6 +15,8 @@ from tests.unit.test_checkpoint import listing
 import plurax as px
 from plurax.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.ci
+
 ROWS, TASK, OPTIMIZER = models.data(32), models.mlp_task(), models.optimizer()
 
 

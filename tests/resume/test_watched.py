@@ -13,6 +13,8 @@ import pytest
 
 import plurax as px
 
+pytestmark = pytest.mark.gangs
+
 REPOSITORY = Path(__file__).parents[2]
 
 EXPERIMENT = """

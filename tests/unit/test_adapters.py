@@ -373,6 +373,7 @@ def train_by_hand(task, by_hand, sizes, microbatches, rows=ROWS):
     return params, stats
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("library", NORMED)
 def test_batch_norm_is_exact_on_any_number_of_devices(library):
     task, by_hand, get_model = NORMED[library]()
@@ -389,6 +390,7 @@ def test_batch_norm_is_exact_on_any_number_of_devices(library):
     np.testing.assert_allclose(means["top"], again.max(-1).mean(), rtol=1e-5)
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore::plurax.errors.MaskWarning")
 def test_haiku_batch_norm_has_no_mask_and_no_padding(x64):
     """A smaller batch runs in a program of its own size, and a full one has to divide."""

@@ -452,6 +452,7 @@ for plan, members in [
 """
 
 
+@pytest.mark.ci
 def test_a_state_used_in_part_is_named_by_all_that_read_it():
     run = subprocess.run([sys.executable, "-c", PARTLY_USED], capture_output=True, text=True)
     reads = ["step", "gradients", "apply", "evaluate", "predict", "stream", "to_canonical", "place"]

@@ -70,6 +70,7 @@ def test_values_and_gradients_are_the_same(name):
     close(jax.jit(batch_minor(gradient, 1))(W, X), gradient(W, X))
 
 
+@pytest.mark.ci
 def test_under_vmap_over_members():
     weights = np.stack([W, 2 * W, -W])
     gradient = jax.grad(lambda w, x: FUNCTIONS["cross entropy"](w, x).sum())

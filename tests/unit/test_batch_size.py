@@ -21,6 +21,7 @@ LINEAR = px.Task(
 SPLIT = px.Plan(data=2, microbatches=3)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("task", "plan"),
     [
@@ -46,6 +47,7 @@ def test_found_fits_and_next_does_not(task, plan):
     assert int(found) == found.size
 
 
+@pytest.mark.ci
 def test_the_budget_has_a_default_on_cpu():
     found = px.analysis.max_batch_size(LINEAR, optax.sgd(0.1), px.Plan(data=2), ROWS)
     twice = px.analysis.max_batch_size(LINEAR, optax.sgd(0.1), px.Plan(), ROWS)

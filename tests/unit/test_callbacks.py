@@ -486,6 +486,7 @@ def test_a_decay_is_below_one(given):
         cb.Ema(given)
 
 
+@pytest.mark.ci
 def test_the_learning_rate_is_logged(tmp_path):
     schedule = optax.linear_schedule(1.0, 0.0, 12)
     result = fit([cb.LearningRate(schedule)], optimizer=optax.sgd(schedule), output=tmp_path)

@@ -309,6 +309,7 @@ def test_gradients_count_in_the_dtype_in_which_they_are_sent(zero, platform):
     np.testing.assert_allclose(sent(None) - sent("bfloat16"), saved, rtol=1e-9)
 
 
+@pytest.mark.ci
 def test_a_slow_link_is_not_crossed():
     """Of a stack on two nodes, no search crosses a link that takes longer than a node's work."""
     task, batch = models.transformer_stack(), models.text(16)

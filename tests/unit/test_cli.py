@@ -158,6 +158,7 @@ def test_train_writes_what_it_says(workplace, capsys, drawn):
     assert "epoch 3/4" not in out
 
 
+@pytest.mark.ci
 def test_a_run_with_servers_is_drawn(workplace, capsys, drawn):
     code, out, _ = run(
         capsys, "train", "small.py", "--epochs", "1", "--servers.workers", "2",
@@ -179,6 +180,7 @@ def test_a_run_with_servers_is_drawn(workplace, capsys, drawn):
     assert drawn["workers.png"].axes[0].get_xlim()[1] > 0
 
 
+@pytest.mark.ci
 def test_a_run_with_servers_is_repeated_from_its_folder(workplace, capsys):
     """The file and its arguments are those with which the run was started."""
     servers = ["--servers.workers", "2", "--servers.mode", "async", "--servers.transport"]
@@ -244,6 +246,7 @@ def test_without_matplotlib(workplace, capsys, monkeypatch):
     assert err.startswith(f"error: {missing}")
 
 
+@pytest.mark.ci
 def test_predict_reads_and_writes_arrays(workplace, capsys):
     run(capsys, "train", "small.py", "--epochs", "1")
     inputs = models.data(33)["x"]
@@ -279,6 +282,7 @@ def test_predictions_of_any_name_and_dtype(workplace, capsys):
     assert (file.shape, file.dtype) == ((3, 3), np.float32)
 
 
+@pytest.mark.ci
 def test_plan_shows_mesh_memory_and_communication(workplace, capsys):
     code, out, _ = run(capsys, "plan", "small.py", "--plan.data", "8", "--plan.microbatches", "2")
     assert code == 0
@@ -298,6 +302,7 @@ def test_a_plan_file(workplace, capsys):
     assert "Plan(data=3, microbatches=2)" in out
 
 
+@pytest.mark.ci
 def test_microbatches_of_replicas_are_options_and_in_files(workplace, capsys):
     px.Plan(data=2, microbatches=(3, 1)).save("uneven.toml")
     options = (
@@ -377,6 +382,7 @@ def test_an_option_that_does_not_exist(workplace, capsys):
     assert "--epochs INT" in err
 
 
+@pytest.mark.ci
 def test_devices_from_the_shell(workplace):
     """The whole way, in a process of its own: the command, virtual devices, a plan."""
     done = subprocess.run(
@@ -417,6 +423,7 @@ def population(workplace):
     return workplace
 
 
+@pytest.mark.ci
 def test_train_members(population, capsys, drawn):
     code, out, _ = run(
         capsys, "train", "many.py", "--members.seeds", "5", "--plan.member", "2",
@@ -447,6 +454,7 @@ def test_train_members(population, capsys, drawn):
     assert "float32[5,7,3]" in out
 
 
+@pytest.mark.ci
 def test_members_of_one_network_and_its_mistakes(population, capsys):
     code, out, _ = run(capsys, "train", "small.py", "--members.seeds", "2", "--plan.chunk", "1",
                        "--plan.batch-dim", "major", "--epochs", "1", "--members.resample", "kfold",
@@ -467,6 +475,7 @@ def test_members_of_one_network_and_its_mistakes(population, capsys):
     assert "--plan.chunk" in out
 
 
+@pytest.mark.ci
 def test_tune_writes_a_plan(population, capsys):
     Path("seven.toml").write_text(px.Plan(chunk=7).to_toml())
     code, out, _ = run(capsys, "plan", "many.py", "--plan-file", "seven.toml", "--tune", "t.toml")
@@ -483,6 +492,7 @@ def test_tune_of_one_network(workplace, capsys):
     assert "--tune measures the chunk and the batch_dim of a population" in err
 
 
+@pytest.mark.ci
 def test_a_plan_on_the_command_line_gets_its_cpu_devices():
     """In a process of its own: devices are counted before JAX starts."""
     code = (
@@ -529,6 +539,7 @@ def test_plan_shows_shards_and_what_was_planned(workplace, capsys, drawn):
     print(memory, sent)
 
 
+@pytest.mark.ci
 def test_verify(workplace, capsys):
     Path("split.py").write_text(SPLIT)
     code, out, _ = run(capsys, "verify", "split.py", "--plan.tensor", "4", "--steps", "1")
@@ -646,6 +657,7 @@ def test_mistakes_about_comparing_plans(workplace, capsys, arguments, message):
     assert message in " ".join(err.split())
 
 
+@pytest.mark.ci
 def test_a_plan_is_searched_drawn_and_saved(workplace, capsys, drawn):
     level = px.analysis.Level("node", 4, 1e12)
     px.Machine("slow products", {"float32": 1e8}, 1e9, 1e12, [level]).save("slow.toml")
@@ -663,6 +675,7 @@ def test_a_plan_is_searched_drawn_and_saved(workplace, capsys, drawn):
     assert code == 0
 
 
+@pytest.mark.ci
 def test_a_found_plan_runs_beside_its_estimate_and_its_machine_learns(
     workplace, capsys, monkeypatch
 ):
@@ -705,6 +718,7 @@ def test_a_found_plan_runs_beside_its_estimate_and_its_machine_learns(
     assert "predicted on 'slow', and the machine to correct is 'A100-80GB'" in err
 
 
+@pytest.mark.ci
 def test_a_population_is_estimated_compared_and_searched(workplace, capsys):
     many = ("--machine", "8xA100-80GB", "--members.seeds", 12)
     code, out, _ = run(capsys, "estimate", "small.py", *many, "--plan.member", 4)
@@ -756,6 +770,7 @@ def experiment(table: bool = False):
 """
 
 
+@pytest.mark.ci
 def test_the_longest_sequences_of_a_machine(workplace, capsys):
     level = px.analysis.Level("node", 4, 1e12)
     px.Machine("slow", {"float32": 1e9}, 1e9, 1e12, [level]).save("slow.toml")

@@ -63,6 +63,7 @@ def test_all_functions_are_compiled_with_the_options(tmp_path):
     assert {f"jit_{name}" for name in wanted} <= dumped
 
 
+@pytest.mark.ci
 def test_members_are_compiled_with_the_options(tmp_path):
     arrays = ArrayData(DATA, 8)
     options = {"xla_dump_to": str(tmp_path)}
@@ -74,6 +75,7 @@ def test_members_are_compiled_with_the_options(tmp_path):
     assert dumped.count("jit_init") == 1
 
 
+@pytest.mark.ci
 def test_an_option_changes_the_compiled_step(uncached):
     if not uncached:
         return
@@ -155,6 +157,7 @@ def test_wrong_options_are_refused_before_anything_is_traced(options, text):
         px.fit(task, OPTIMIZER, DATA, batch_size=8, compiler_options=options, progress=False)
 
 
+@pytest.mark.ci
 def test_fit_keeps_a_program_for_each_set_of_options():
     def fit(**options):
         given = {"batch_size": 8, "progress": False}
@@ -169,6 +172,7 @@ def test_fit_keeps_a_program_for_each_set_of_options():
     assert fit(compiler_options=two) is fit(compiler_options=dict(reversed(two.items())))
 
 
+@pytest.mark.ci
 def test_fit_of_members_keeps_a_program_for_each_set_of_options():
     def fit(**options):
         given = {"batch_size": 8, "progress": False, "members": MEMBERS}
@@ -204,6 +208,7 @@ def test_options_of_an_experiment(tmp_path, monkeypatch, capsys):
         assert "compiler for cpu has no such option" in err
 
 
+@pytest.mark.ci
 def test_workers_compile_with_the_options(tmp_path):
     with without_cache():
         px.fit(

@@ -227,6 +227,7 @@ def excess_loss(name, feedback=True, steps=1500, features=300):
     return np.mean(excess[-steps // 4 :])
 
 
+@pytest.mark.ci
 def test_sgd_converges_as_without_compression_only_with_feedback():
     """Losses within 2 %, where the noise's is 1."""
     plain = 1 + excess_loss(None)

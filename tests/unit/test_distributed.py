@@ -154,6 +154,7 @@ def test_a_host_whose_name_is_loopback_is_refused(monkeypatch):
     initialize_module._check_name("here")  # all processes are on this host
 
 
+@pytest.mark.ci
 def test_devices_are_chosen_by_the_launcher(tmp_path):
     file = tmp_path / "file.py"
     file.write_text("def experiment(): ...\n")
@@ -391,6 +392,7 @@ def test_the_last_axes_stay_within_a_process(sizes, processes, axes):
     assert across == axes
 
 
+@pytest.mark.ci
 def test_data_that_are_spread_stay_spread():
     """A step moves rows of its batch between devices, never the data set; the numbers are equal."""
     rows = models.data(500)  # 500 do not divide by 8

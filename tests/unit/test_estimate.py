@@ -78,6 +78,7 @@ def test_collectives_take_the_slowest_link_of_their_group():
     assert "qkv" not in str(both)
 
 
+@pytest.mark.ci
 def test_memory_adds_up_to_the_peak():
     task, batch, _ = transformer()
     plan = px.Plan(data=2, zero=3, microbatches=2)
@@ -94,6 +95,7 @@ def test_memory_adds_up_to_the_peak():
     assert "does not fit" in str(full)
 
 
+@pytest.mark.ci
 def test_the_busiest_stage_of_a_pipeline():
     """The second device has the head; the first waits for it, and both for the schedule."""
     rows, tokens, width, depth, words = 16, 64, 128, 4, 256

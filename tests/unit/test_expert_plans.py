@@ -126,6 +126,7 @@ GRID = [*itertools.product(NETWORKS, MACHINES)]
 DEFAULT = {("small perceptron", "a node")}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("network", "machine"),
     [pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow) for case in GRID],
@@ -139,6 +140,7 @@ def test_no_expert_is_faster(request, network, machine):
     assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9), by_hand
 
 
+@pytest.mark.ci
 def test_on_uneven_machines_the_devices_of_the_best_plan_are_named():
     task, batch, _ = perceptron(512, 1024)
     machine, pinned = MACHINES["slow and fast"], {"tensor": 1, "remat": "none"}
@@ -152,6 +154,7 @@ THIRD = dataclasses.replace(A100, name="third", flops={"float32": A100.flops["fl
 MIXED = px.Machine.uneven("mixed", [(4, A100), (4, THIRD)], [Level("node", 8, NODE, 3.4e-6)])
 
 
+@pytest.mark.ci
 def test_replicas_on_slower_devices_get_fewer_rows():
     """They are faster than with equal rows, and than the fast devices alone."""
     task, batch, _ = perceptron(4096, 32768)

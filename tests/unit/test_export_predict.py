@@ -32,6 +32,7 @@ def called(path, rows):
     return jax.export.deserialize(bytearray(path.read_bytes())).call(rows)
 
 
+@pytest.mark.ci
 def test_in_a_process_that_has_no_plurax(tmp_path):
     plan = px.Plan(data=2, zero=3)
     program = px.compile(models.mlp_task(), optax.adam(0.1), plan, BATCH)

@@ -52,6 +52,7 @@ PLANS = st.builds(
 TEXTS = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), min_size=1, max_size=300)
 
 
+@pytest.mark.ci
 @draws(40)
 @given(
     plans=st.lists(PLANS, min_size=1, max_size=3),
@@ -82,6 +83,7 @@ def test_no_line_has_more_than_100_columns(found, plans, parts, axes, memory, wh
         assert words(f"a{why}") in words(str(drawn))
 
 
+@pytest.mark.ci
 def test_what_is_printed_for_models(found):
     alone = searched(tensor=1, remat="none")
     every = [found, searched(pipeline=2, tensor=1, microbatches=2), alone]
@@ -93,6 +95,7 @@ def test_what_is_printed_for_models(found):
         assert lines[3].startswith("      "), "what the seconds are spent on"
 
 
+@pytest.mark.ci
 def test_a_parameter_is_explained_by_its_path_and_the_lines_that_read_it(found):
     lines = found.explain("blocks/out").splitlines()
     assert lines[0] == "blocks/out (3, 24, 12) under tensor=2"

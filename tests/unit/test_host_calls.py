@@ -110,6 +110,7 @@ def looping(params, batch, keys, *, checked):
     return jax.vmap(loss)(batch["x"], batch["y"])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("members", [None, px.Members(seeds=range(4))], ids=["network", "members"])
 @pytest.mark.parametrize("checked", [False, True])
 def test_checkpointed_loops_of_equinox_train_alike(x64, members, checked):

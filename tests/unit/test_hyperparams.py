@@ -173,6 +173,7 @@ def test_a_metric_of_training_is_followed_from_epoch_to_epoch():
     assert [row["learning_rate_scale"] for row in result.history] == [1, 0.5, 0.25]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("plan", [px.Plan(chunk=3), px.Plan(member=2)], ids=["alone", "devices"])
 def test_each_member_has_a_rate_of_its_own(plan):
     class Rates:

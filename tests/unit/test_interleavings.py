@@ -213,6 +213,7 @@ def ended_midway(name, times):
     return fault
 
 
+@pytest.mark.ci
 @draws(6, times=60)
 @given(seed=st.integers(0, 2**32 - 1), times=st.integers(1, 9))
 def test_an_answer_from_before_a_server_went_back_counts_for_nothing(seed, times):

@@ -103,6 +103,7 @@ def test_numbers_beyond_any_machine_are_refused_at_once(program, name):
         call(program)
 
 
+@pytest.mark.ci
 def test_numbers_beyond_the_data_take_all_of_them(program):
     """A batch, or a chunk, is then all examples, and members are computed all at a time."""
     count = len(jax.tree.leaves(ROWS)[0])
@@ -117,6 +118,7 @@ def test_numbers_beyond_the_data_take_all_of_them(program):
     assert models.same_bits(*many)
 
 
+@pytest.mark.ci
 def test_a_search_on_millions_of_devices_ends(monkeypatch):
     """Hundreds of plans with `tensor` have smaller bounds than those that can be."""
     traced, trace = [], tensor_search.graph_of_step

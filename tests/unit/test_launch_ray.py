@@ -19,6 +19,8 @@ from plurax.launch.hosts import Joined, Lost, Received
 from plurax.launch.ray_hosts import RayHost, RayHosts
 from plurax.launch.settings import Limits, Settings
 
+pytestmark = pytest.mark.gangs
+
 CLUSTER = """
 import signal, sys
 from ray.cluster_utils import Cluster

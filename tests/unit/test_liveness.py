@@ -201,6 +201,7 @@ MORE = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("table", [TABLE, pytest.param(MORE, marks=pytest.mark.slow)])
 def test_the_peak_is_within_5_percent_of_the_compilers(uncached, table):
     for model, optimizer, plan in table if uncached else ():
@@ -208,6 +209,7 @@ def test_the_peak_is_within_5_percent_of_the_compilers(uncached, table):
         assert abs(predicted / allocated - 1) <= 0.05, (model.__name__, plan, predicted, allocated)
 
 
+@pytest.mark.ci
 def test_remat_holds_less(uncached):
     task, batch, _ = perceptron(layers=32, width=32, rows=2048)
     held = [

@@ -110,6 +110,7 @@ def test_what_was_intact_at_an_older_checkpoint_is_not_in_question(run):
     assert log_damage(run, 2 * PER_EPOCH) is None
 
 
+@pytest.mark.ci
 def test_a_run_that_is_stopped_and_goes_on_is_not_damaged(run):
     """Nor is a log that ends behind the checkpoint, as that of a run that goes on."""
     with (run / "metrics.jsonl").open("ab") as log:

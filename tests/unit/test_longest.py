@@ -124,6 +124,7 @@ def test_dims_of_equal_size_stay_where_the_loss_wants_it():
     assert found.estimate == like
 
 
+@pytest.mark.ci
 def test_a_search_takes_blocks_of_keys_for_longer_sequences():
     task = models.attention_task(64, 4)
     batch = {"x": jax.ShapeDtypeStruct((1, 1024, 64), "float32")}
@@ -157,6 +158,7 @@ def test_a_length_that_the_plan_of_another_fits_is_searched_at_the_end():
     assert found.found.best == found.plan
 
 
+@pytest.mark.ci
 @draws(6)
 @given(st.lists(st.integers(40_000, 4_000_000), min_size=2, max_size=3, unique=True))
 def test_more_memory_is_never_shorter(budgets):

@@ -411,6 +411,7 @@ masks = st.recursive(
 ranges_of = st.tuples(st.integers(0, 8), st.integers(0, 8)).map(sorted)
 
 
+@pytest.mark.ci
 @draws(60)
 @given(st.one_of(masks, terms), ranges_of, ranges_of)
 def test_bounds_hold_every_entry(mask, rows, keys):
@@ -436,6 +437,7 @@ def test_bounds_of_one_entry_are_that_entry(mask):
     np.testing.assert_array_equal(hi, exact)
 
 
+@pytest.mark.ci
 def test_large_sequences_cost_no_array_of_queries_by_keys():
     """A mask of 131,072 queries by as many keys, of which an array would be 17 GB."""
     shape = jax.ShapeDtypeStruct((1, 131072, 1, 8), jnp.float32)

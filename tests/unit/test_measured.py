@@ -122,6 +122,7 @@ def test_without_a_machine_nothing_more_is_traced_or_compiled(monkeypatch):
     assert found["traced"] > least["traced"]
 
 
+@pytest.mark.ci
 def test_a_run_that_is_resumed_keeps_both(tmp_path):
     fit(epochs=1, output=tmp_path)
     result = fit(epochs=3, output=tmp_path, resume=True)
@@ -152,6 +153,7 @@ def test_a_run_that_is_stopped_in_its_first_epoch_is_measured(monkeypatch):
     assert result.measured.seconds > 0
 
 
+@pytest.mark.ci
 def test_a_population_has_no_estimate(tmp_path, capsys):
     result = px.fit(
         models.mlp_task(), models.optimizer(), models.data(16), members=px.Members(2),

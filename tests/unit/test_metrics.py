@@ -153,6 +153,7 @@ def test_batches_of_any_size_give_one_result(x64):
     close(streamed, whole)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["parts", "loss"])
 def test_a_stack_in_stages(x64, kind):
     """In a pipeline the last stage computes metrics of the head's output."""
@@ -175,6 +176,7 @@ def test_a_stack_in_stages(x64, kind):
     assert set(metrics) == {"loss", "grad_norm", "weight", "examples", "skipped"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["task", "evaluate"])
 def test_a_cut_network_in_stages(x64, kind):
     task = models.marked_task(np.float64)
@@ -196,6 +198,7 @@ def test_a_cut_network_in_stages(x64, kind):
     close(got, one)
 
 
+@pytest.mark.ci
 def test_members(x64):
     """Each member has its own numbers and arrays, however members fill the devices."""
     task = mlp()
@@ -208,6 +211,7 @@ def test_members(x64):
     close({name: value[1] for name, value in got.items()}, alone)
 
 
+@pytest.mark.ci
 def test_rows_of_a_run(tmp_path):
     """Numbers stand under `eval_NAME`, arrays as lists; TensorBoard gets numbers alone."""
     rows = models.data(20)

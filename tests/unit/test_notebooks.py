@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the client's own
+pytestmark = [pytest.mark.gangs, pytest.mark.filterwarnings("ignore")]  # the client's own
 
 BEGIN = """
 import signal

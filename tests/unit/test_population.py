@@ -154,6 +154,7 @@ def test_a_plan_that_leaves_nothing_open_is_tuned_as_it_is(monkeypatch):
 # --- fit --------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_fit_reports_every_member(reference):
     last = reference.history[-1]
     losses = last["members"]["loss"]
@@ -178,6 +179,7 @@ def test_predict_gives_every_member_and_streams(reference):
         assert np.allclose(whole[k], alone, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_batches_from_an_iterable_are_seen_by_every_member(reference):
     batches = [models.cut(ROWS, 16), jax.tree.map(lambda x: x[16:30], ROWS)]
     members = px.Members(2, {"rate": [0.01, 0.02]})
@@ -229,6 +231,7 @@ def fit_diverging(members=DIVERGING, **options):
     return px.fit(LINEAR, sgd, ROWS, members=members, **options)
 
 
+@pytest.mark.ci
 def test_a_member_that_turns_nan_is_frozen_alone_and_named():
     with pytest.warns(NonFiniteWarning, match=r"in 1 of 3 members, which are frozen.*member 1"):
         result = fit_diverging()
@@ -250,6 +253,7 @@ def test_a_frozen_member_is_told_of_once():
     assert len([one for one in told if one.category is NonFiniteWarning]) == 1
 
 
+@pytest.mark.ci
 def test_reports_leave_frozen_members_out():
     """The evaluation of a frozen member is finite, and may be the best or the worst of all."""
 
@@ -271,6 +275,7 @@ def test_reports_leave_frozen_members_out():
     assert (last["eval_loss_best"], last["eval_loss_worst"]) == (min(well), max(well))
 
 
+@pytest.mark.ci
 def test_a_population_with_a_frozen_member_resumes(tmp_path):
     with pytest.warns(NonFiniteWarning):
         whole = fit_diverging(epochs=7, evaluation=ROWS)
@@ -345,6 +350,7 @@ def test_resume_at_every_step(tmp_path, reference, stop):
     assert models.same_bits(program.to_canonical(turn.state).params, reference.state.params)
 
 
+@pytest.mark.ci
 def test_a_population_can_grow(tmp_path):
     fit(MEMBERS, epochs=2, output=tmp_path)
     more = px.Members(7, MEMBERS.hyper, MEMBERS.resample)
@@ -359,6 +365,7 @@ def test_a_population_can_grow(tmp_path):
         fit(MEMBERS.take([0, 1]), output=tmp_path, resume=True)
 
 
+@pytest.mark.ci
 def test_the_choice_of_a_run_is_written_down_and_kept_when_it_resumes(tmp_path):
     plan = px.Plan(member=2)
     first = fit(plan=plan, epochs=1, output=tmp_path)
@@ -373,6 +380,7 @@ def test_the_choice_of_a_run_is_written_down_and_kept_when_it_resumes(tmp_path):
     assert resumed.program.plan == other
 
 
+@pytest.mark.ci
 def test_populations_repeat_bit_for_bit_with_everything_left_to_be_chosen():
     runs = [fit(plan=px.Plan(), optimizer=lambda h: optax.adam(h["rate"])) for _ in range(2)]
     assert runs[0].program.plan == runs[1].program.plan
@@ -388,6 +396,7 @@ def linear():
     return task, kind, px.fit(task, sgd, ROWS, **kind)
 
 
+@pytest.mark.ci
 def test_what_is_compiled_is_used_again(linear):
     """The same task, optimizer, plan and shapes: other seeds and rates in the same programs."""
     task, kind, first = linear
@@ -449,6 +458,7 @@ def test_compiled_programs_go_with_their_task():
     assert kept() is None
 
 
+@pytest.mark.ci
 def test_a_program_of_one_network_is_used_again():
     task = dataclasses.replace(TASK)
     kind = {"batch_size": 16, "progress": False, "evaluation": ROWS}
@@ -468,6 +478,7 @@ def test_a_program_is_not_for_members_that_read_otherwise(reference):
 # --- Keeping members --------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_a_member_goes_on_alone(reference):
     state = px.ensemble.export_member(reference.state, 3)
     optimizer = adam(MEMBERS.hyper_of(3))
@@ -596,6 +607,7 @@ def test_what_the_caches_of_a_cpu_ask_for_is_chosen_there_alone(platform, column
     assert (plan.chunk, plan.batch_dim) == (1000, "major")
 
 
+@pytest.mark.ci
 def test_less_memory_makes_smaller_chunks(monkeypatch):
     batch, members = models.cut(ROWS, 16), px.Members(64)
     kind = (TASK, models.optimizer(), px.Plan(batch_dim="major"), batch)
@@ -607,6 +619,7 @@ def test_less_memory_makes_smaller_chunks(monkeypatch):
     assert px.compile(*kind, members=members).plan.chunk == 16
 
 
+@pytest.mark.ci
 def test_tune_measures_what_is_left_open():
     tuning = px.ensemble.tune(
         TASK, adam, ROWS, members=MEMBERS, batch_size=16, plan=px.Plan(chunk=5)

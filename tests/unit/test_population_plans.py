@@ -109,6 +109,7 @@ CASES = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", CASES)
 def test_no_plan_by_hand_is_faster(name):
     task, batch, members = CASES[name]()
@@ -130,6 +131,7 @@ def test_no_plan_by_hand_is_faster(name):
     assert found.estimate.members == members
 
 
+@pytest.mark.ci
 def test_rows_are_split_where_devices_are_left_over():
     task, batch = wide(4096)
     found = px.search(task, optax.adam(1e-3), batch, NODE, members=px.Members(4), evaluations=6)
@@ -192,6 +194,7 @@ def test_a_search_of_a_population_explains_no_parameter():
         found.explain("hidden")
 
 
+@pytest.mark.ci
 def test_large_members_are_split_as_one_network_is():
     """Several devices for one member after another, where rows alone split too little."""
     task, _ = wide(4096)
@@ -203,6 +206,7 @@ def test_large_members_are_split_as_one_network_is():
     assert found.ranked[0].seconds == pytest.approx(alone.ranked[0].seconds, rel=0.3)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("x64")
 def test_a_plan_with_strategies_trains_members_as_one_device_does():
     pinned = {"member": 2, "tensor": 2}
@@ -223,6 +227,7 @@ def test_a_plan_with_strategies_trains_members_as_one_device_does():
     np.testing.assert_allclose(*losses, rtol=1e-10)
 
 
+@pytest.mark.ci
 def test_machines_of_unequal_devices():
     """The fast kind alone, where the slow one would hold it up."""
     a100, v100 = px.Machine.preset("A100-80GB"), px.Machine.preset("V100-32GB")

@@ -101,6 +101,7 @@ def test_a_flipped_bit_is_found_and_named(name):
         assert len(found) == (1 if copies > 2 else 2)
 
 
+@pytest.mark.ci
 def test_every_leaf_that_has_copies_is_compared():
     program, state = trained(px.Plan(data=4, zero=1), None)
     names = [name for name in tree.named_leaves(state) if not name.startswith("opt_state")]
@@ -161,6 +162,7 @@ def test_a_checksum_sees_each_element_and_its_place(x64, dtype, size):
         assert (found(swapped) == found(given)) == (given[1] == given[-1])
 
 
+@pytest.mark.ci
 def test_checksums_are_in_the_order_of_their_arrays():
     """Of several sizes and dtypes, more of one kind than a loop takes at once."""
     rng = np.random.default_rng(0)
@@ -174,6 +176,7 @@ def test_checksums_are_in_the_order_of_their_arrays():
     assert len({*alone}) == len(sizes)
 
 
+@pytest.mark.ci
 def test_a_checksum_holds_no_second_array(uncached):
     if not uncached:
         return
@@ -212,6 +215,7 @@ def flip_after(monkeypatch):
     return flip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("resident", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_nothing_poisoned_is_saved_and_the_run_goes_on(flip_after, monkeypatch, tmp_path, resident):
     wanted = fit(resident=resident).state

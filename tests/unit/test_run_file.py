@@ -172,6 +172,7 @@ def test_the_compiled_program_is_noted_beside_its_plan(tmp_path, resident):
     assert read_run_file(tmp_path).compiled == found
 
 
+@pytest.mark.ci
 def test_options_of_the_compiler_are_noted_with_what_it_made(tmp_path):
     options = {"xla_disable_hlo_passes": "fusion", "xla_embed_ir_in_executable": True}
     found = trained(tmp_path, compiler_options=options)
@@ -182,6 +183,7 @@ def test_options_of_the_compiler_are_noted_with_what_it_made(tmp_path):
     assert "options" not in compiled_table(tmp_path)
 
 
+@pytest.mark.ci
 def test_figures_stay_until_a_run_that_goes_on_has_its_own(tmp_path):
     """They are no condition of a resume: another plan has others."""
     trained(tmp_path)
@@ -284,6 +286,7 @@ def test_arguments_that_give_a_value_again():
     ]  # fmt: skip
 
 
+@pytest.mark.ci
 def test_training_goes_on_in_a_folder_alone(ran, capsys):
     """With all options and arguments of before, and what the command line says besides."""
     before = read_run_file(ran)
@@ -307,6 +310,7 @@ def test_training_goes_on_in_a_folder_alone(ran, capsys):
     assert json.loads(Path("other/starts.jsonl").read_text())["step"] == 0
 
 
+@pytest.mark.ci
 def test_other_commands_read_a_folder(ran, capsys):
     np.savez("inputs.npz", x=models.data(5)["x"])
     code, out, err = run(capsys, "predict", "ran", "--inputs", "inputs.npz")
@@ -418,6 +422,7 @@ def changed(folder, old, new):
     path.write_text(text.replace(old, new))
 
 
+@pytest.mark.ci
 def test_arguments_that_changed_in_the_file_are_not_trained_on(ran, capsys):
     changed(ran, "rate = 0.1\n", "rate = 0.91\n")
     before = sorted(path.name for path in (ran / "checkpoints").iterdir())

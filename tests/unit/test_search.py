@@ -46,6 +46,7 @@ def found():
     return searched(SLOW, pinned={"remat": "none", "microbatches": 1}, count=3)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("machine", [SLOW, FAR], ids=lambda machine: machine.name)
 def test_a_search_ends_once_no_bound_is_below_its_best(machine):
     first, five = (
@@ -62,6 +63,7 @@ def test_a_search_goes_on_where_bounds_prove_nothing():
     assert unproven.evaluations >= 8
 
 
+@pytest.mark.ci
 def test_the_ranking_is_of_estimates(found):
     assert [one.seconds for one in found.ranked] == sorted(one.seconds for one in found.ranked)
     best = found.ranked[0]
@@ -99,6 +101,7 @@ def test_the_text_says_what_was_found(found):
     assert "<table>" in found._repr_html_()
 
 
+@pytest.mark.ci
 def test_what_is_pinned_holds():
     pinned = {"data": 2, "tensor": 1, "microbatches": 1, "remat": "offload"}
     found = searched(SLOW, pinned=px.Plan(zero=1, **pinned), count=1, evaluations=1)
@@ -110,6 +113,7 @@ def test_what_is_pinned_holds():
     assert dict(by_rule.best.rules)["out"] == ("tensor", None)
 
 
+@pytest.mark.ci
 def test_a_strategy_of_an_equation_is_pinned_by_hand():
     plan = px.Plan(tensor=2, remat="none")
     fields = {"tensor": 2, "data": 1, "remat": "none", "microbatches": 1}
@@ -161,6 +165,7 @@ def test_large_parameters_are_split_where_they_do_not_fit_whole():
     assert held(1e9) != held(1000.0)
 
 
+@pytest.mark.ci
 def test_stages_on_faster_devices_get_more_layers():
     kinds = [(1, px.Machine("fast", {"float32": 4e9}, 1e9, 1e12)),
              (1, px.Machine("slow", {"float32": 1e9}, 1e9, 1e12))]  # fmt: skip
@@ -185,6 +190,7 @@ def test_why_a_parameter_is_split():
     assert re.search(r"\n    .*: [\d.]+ (µs|ms|s) more, \+[\d.]+%$", text)
 
 
+@pytest.mark.ci
 def test_a_plan_that_fits_is_needed():
     with pytest.raises(px.errors.PlanError, match=r"no plan fits in 10 bytes per device"):
         searched(SLOW, pinned={"tensor": 1}, memory=10.0)
@@ -205,6 +211,7 @@ def test_attention_is_computed_in_blocks_where_it_fits_in_no_other_way():
         searched_for(task, optimizer, batch, pinned | {"stream": None}, "200MB")
 
 
+@pytest.mark.ci
 def test_tokens_are_split_over_the_fewest_devices_with_which_they_fit():
     task, optimizer = models.attention_task(64, 4), optax.sgd(0.1)
     batch = {"x": jax.ShapeDtypeStruct((1, 4096, 64), "float32")}
@@ -242,6 +249,7 @@ def test_many_microbatches_are_estimated_from_few():
     assert (steady.plan, steady.batch_size) == (exact.plan, exact.batch_size)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("pinned", [{}, {"pipeline": 2}], ids=str)
 def test_plans_are_ranked_by_what_an_estimate_says(pinned):
     """To the bit: there is one clock."""
@@ -360,6 +368,7 @@ def test_without_layers_the_forward_pass_is_drawn():
     assert found.whole
 
 
+@pytest.mark.ci
 def test_a_layer_is_drawn(tmp_path, drawn):
     pinned = {"tensor": 4, "data": 1, "microbatches": 1, "remat": "none"}
     found = searched(SLOW, pinned=pinned, count=1)
@@ -439,6 +448,7 @@ def test_estimates_raise_the_bounds_of_plans_on_as_many_devices():
     assert learned.least(alone, 10.0) == pytest.approx(share * (10.0 + update))
 
 
+@pytest.mark.ci
 def test_no_plan_is_faster_than_its_bound(monkeypatch):
     """Of plans that were not estimated, beside what their estimates would have said."""
     runs = []

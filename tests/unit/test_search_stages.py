@@ -130,6 +130,7 @@ def test_few_microbatches_spend_their_time_on_fast_devices(microbatches, layers)
     assert fastest_stages(one).layers == layers
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("x64")
 def test_few_microbatches_are_interleaved_deeper():
     """4 microbatches on 4 devices: of 12 layers a stage each is faster than two, as computed, as

@@ -54,6 +54,7 @@ def fitted(servers, task=None, optimizer=None, **options):
     )
 
 
+@pytest.mark.ci
 def test_what_servers_cannot_train_is_refused_before_anything_runs():
     two = Servers(workers=2, transport="threads")
     with pytest.raises(px.errors.PlanError, match="parameter servers train one network"):

@@ -709,6 +709,7 @@ def test_the_gradient_of_an_operation_on_shards(x64, name):
     same_gradient(name)
 
 
+@pytest.mark.ci
 def test_the_gradient_of_a_take_by_bytes(x64, uncached):
     """XLA's older code for a scatter ends the process where bytes count more than 127 rows."""
     if uncached:
@@ -952,6 +953,7 @@ def test_a_plan_with_rules_goes_to_toml_and_comes_back():
     assert hash(plan) == hash(px.Plan.from_toml(plan.to_toml()))
 
 
+@pytest.mark.ci
 def test_a_tensor_axis_that_splits_nothing_is_refused():
     """Each device would do the same work, and nobody would be told."""
     with pytest.raises(px.errors.PlanError) as error:

@@ -152,6 +152,7 @@ def test_a_mapped_array_stays_on_the_disk(tmp_path):
         np.testing.assert_array_equal(column, written)
 
 
+@pytest.mark.ci
 def test_a_column_in_a_file_is_read_by_row_and_once_a_batch():
     asked = []
 

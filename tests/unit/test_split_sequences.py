@@ -160,6 +160,7 @@ def cuts_and_pads(draw):
     return size, lambda x: jax.lax.pad(x, jnp.full((), 7, x.dtype), edges)
 
 
+@pytest.mark.ci
 @given(cuts_and_pads(), st.integers(2, 5))
 @draws(30, times=9)
 def test_any_slice_and_any_pad(case, count):

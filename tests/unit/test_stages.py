@@ -83,6 +83,7 @@ def branched_task(dtype=jnp.float32):
     )
 
 
+@pytest.mark.ci
 def test_marks_in_branches_and_on_trees(x64):
     """The longest way has three marks between parameters and loss, so there are four stages."""
     batch = models.data(8, dtype=np.float64)
@@ -98,6 +99,7 @@ def test_marks_in_branches_and_on_trees(x64):
     refused(branched_task(), px.Plan(pipeline=5), "pipeline=4 works")
 
 
+@pytest.mark.ci
 def test_predictions_in_stages_keep_their_dtypes():
     """Outputs of the last stage reach the other devices as they are: truths, bytes, bfloat16."""
     marked = models.marked_task()
@@ -121,6 +123,7 @@ def test_predictions_in_stages_keep_their_dtypes():
         np.testing.assert_array_equal(found[name], array)
 
 
+@pytest.mark.ci
 def test_marks_elsewhere_in_what_is_evaluated_and_predicted(x64):
     """Their stages would want parameters of others: these are gathered, as without marks."""
     batch = models.data(8, dtype=np.float64)
@@ -163,6 +166,7 @@ def test_keeping_a_state_compiles_once(caplog):
         assert ("Compiling" in caplog.text) == (not again)
 
 
+@pytest.mark.ci
 def test_integers_are_computed_again_where_they_are_read(x64):
     """Labels and masks of one stage that a later one reads: only floating values are sent."""
 
@@ -428,6 +432,7 @@ def test_more_elements_than_an_index_counts_are_in_several_buffers():
         assert jax.eval_shape(read, written, *at) == found.leaves
 
 
+@pytest.mark.ci
 def test_a_pipeline_with_several_buffers_computes_the_same(monkeypatch):
     task, batch = models.perceptron_stack(depth=3), models.data(8)
 

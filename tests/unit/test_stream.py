@@ -292,6 +292,7 @@ def test_no_array_of_queries_by_keys_is_computed(attention):
     assert not held(fun, args)
 
 
+@pytest.mark.ci
 def test_attention_of_a_library():
     """`jax.nn.dot_product_attention` computes its softmax in float32."""
     p, *activations = inputs()
@@ -523,6 +524,7 @@ def test_fewer_keys_than_a_block_are_left_as_they_are():
     assert streamed(plain, None) is plain
 
 
+@pytest.mark.ci
 def test_shapes_have_the_keys_of_a_block():
     closed = jax.make_jaxpr(streamed(plain, 4))(*inputs())
     blocks = {

@@ -63,6 +63,7 @@ def table(tmp_path_factory):
 # --- Sweeps -----------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_every_setting_has_a_row(table):
     found, _ = table
     assert len(found.rows) == 2 * 2 * 4
@@ -184,6 +185,7 @@ def test_the_best_row_is_the_one_drawn_as_best(mode, best):
     np.testing.assert_allclose(line.get_ydata(), [place, place])
 
 
+@pytest.mark.ci
 def test_buckets_side_by_side_give_the_same(table):
     found, _ = table
     beside = px.sweep(
@@ -252,6 +254,7 @@ def straight():
                   evaluation=ROWS, progress=False)  # fmt: skip
 
 
+@pytest.mark.ci
 def test_survivors_are_the_best_by_the_metric(halved, straight):
     """Read from a run that halves nothing."""
     alive = list(range(9))
@@ -279,6 +282,7 @@ def test_the_work_shrinks(halved):
     assert [rung.epochs for rung in halved.rungs] == [1, 3, 9]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("slots", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_fewer_slots_choose_the_same(halved, slots):
     turns = halving(slots=slots)
@@ -346,6 +350,7 @@ def hyper_task(**metrics):
     return task
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("slots", "mode"),
     [
@@ -421,6 +426,7 @@ def test_best_is_never_a_frozen_member():
 # --- How many fit -----------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "plan", [px.Plan(member=2, chunk=2), pytest.param(PLAN, marks=pytest.mark.slow)], ids=str
 )
@@ -437,6 +443,7 @@ def test_found_members_fit_and_more_do_not(plan):
     assert program.memory().peak == found.bytes
 
 
+@pytest.mark.ci
 def test_a_few_large_members_fit_where_a_chunk_does_not():
     batch = models.cut(ROWS, 16)
     one = px.ensemble.max_members(

@@ -128,6 +128,7 @@ def test_a_function_that_there_is_not():
         px.analysis.compiled_for(*arguments(), "8xH100", function="train")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("members", [None, px.Members(3)])
 def test_what_is_traced_is_what_runs(members):
     """The programs that are read compute what `gradients`, `evaluate` and `predict` return."""

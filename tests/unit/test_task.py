@@ -172,6 +172,7 @@ def test_evaluate_uses_no_dropout_and_loss_does():
     assert abs(float(metrics["loss"]) - float(losses.mean())) > 1e-4
 
 
+@pytest.mark.ci
 def test_the_optimizer_sees_the_full_gradient_and_the_loss():
     """Clipping acts on the batch's gradient, and extra arguments of optax are supplied."""
     seen = []

@@ -188,6 +188,7 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.ci
 def test_plan_draws_the_timeline(workplace, capsys, drawn):
     code, out, _ = run(
         capsys, "plan", "stacked.py", "--plan.pipeline", "2", "--plan.schedule", "zb-h1",
@@ -205,6 +206,7 @@ def test_plan_draws_the_timeline(workplace, capsys, drawn):
     assert sent.title == "sent by a device in a step: 2.0 KiB"
 
 
+@pytest.mark.ci
 def test_compare_has_every_schedule_or_why_it_cannot_run(workplace, capsys, drawn):
     code, out, _ = run(capsys, "plan", "stacked.py", "--compare", "--save", "plan.png")
     assert code == 0
@@ -219,6 +221,7 @@ def test_compare_has_every_schedule_or_why_it_cannot_run(workplace, capsys, draw
     assert (memory.shapes, sent.shapes) == (4, 2)
 
 
+@pytest.mark.ci
 def test_layers_of_each_stage_and_a_schedule_by_hand(workplace, capsys):
     code, out, _ = run(
         capsys, "plan", "stacked.py", "--compare", "--plan.microbatches", "2",
@@ -237,6 +240,7 @@ def test_compare_without_a_pipeline(workplace, capsys):
     assert "compares the schedules of a pipeline, and the plan has pipeline=1" in err
 
 
+@pytest.mark.ci
 def test_a_population_in_stages_has_a_timeline(workplace, capsys):
     code, out, _ = run(capsys, "plan", "stacked.py", "--members.seeds", "2")
     assert code == 0

@@ -273,6 +273,7 @@ def test_what_asks_for_places_gets_them(fun):
     assert exchanges(fun) > 0
 
 
+@pytest.mark.ci
 @given(st.integers(1, 4), st.integers(1, 3), st.data())
 def test_what_an_order_cuts_and_replaces(devices, share, data):
     """Cut to ranges, an array in order is these ranges in order; `places` says which tokens."""

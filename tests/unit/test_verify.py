@@ -17,6 +17,7 @@ from plurax.execute import coupling
 MLP = {"hidden": (None, "tensor"), "bias": ("tensor",), "out": ("tensor", None)}
 
 
+@pytest.mark.ci
 def test_a_right_plan_passes():
     plan = px.Plan(data=2, tensor=2, zero=2, microbatches=2, shardings=MLP)
     result = px.verify(models.mlp_task(), models.optimizer(), plan, models.data(12))
@@ -47,6 +48,7 @@ def by_hand(body, in_specs):
 SPLIT = (jax.P(None, "tensor"), jax.P("tensor", None))
 
 
+@pytest.mark.ci
 def test_by_hand_and_right():
     task = by_hand(lambda x, w: jax.lax.psum(x @ w, "tensor"), SPLIT)
     assert px.verify(task, optax.adam(1e-2), px.Plan(tensor=2), models.data(8)).ok
@@ -61,6 +63,7 @@ def test_a_missing_reduction_is_found():
     assert "The first tensor that differs is loss of the first step" in str(result)
 
 
+@pytest.mark.ci
 def test_a_fault_in_one_gradient_names_its_parameter():
     """The loss is right; one parameter's cotangent is not added up over devices."""
 
@@ -120,6 +123,7 @@ def test_a_coupled_task_is_compared_with_the_same_microbatches():
     assert px.verify(models.normed_task(), models.optimizer(), plan, models.data(8), steps=1).ok
 
 
+@pytest.mark.ci
 def test_a_missing_reduction_is_found_in_bfloat16():
     """And a right one passes, its tolerance being far from what is missing."""
     plan = px.Plan(tensor=2, data=2, precision="bfloat16")
@@ -132,6 +136,7 @@ def test_a_missing_reduction_is_found_in_bfloat16():
     assert "times what bfloat16 itself changes on one device" in str(result)
 
 
+@pytest.mark.ci
 def test_parameters_of_sixteen_bits():
     def of(task):
         init = lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), task.init(key))  # noqa: E731

@@ -332,6 +332,7 @@ print(px.fit(models.mlp_task(), optax.sgd(0.1), Batches(), batch_size=8, evaluat
 """
 
 
+@pytest.mark.ci
 def test_fit_under_a_launcher_is_watched(tmp_path):
     environment = {**os.environ, "PLURAX_STATUS": str(tmp_path), "PLURAX_WATCHDOG": "8"}
     done = subprocess.run(

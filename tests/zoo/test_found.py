@@ -32,6 +32,8 @@ from tests.promotion import allowed
 from tests.zoo import by_hand
 from tests.zoo.test_zoo import MODELS
 
+pytestmark = pytest.mark.ci
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ROWS = 8
 LINKS = Machine("links", {"float64": 1e24}, 1e12, 1e20, [Level("node", 4, 1e9)])

@@ -15,6 +15,8 @@ from plurax.trace.collectives import every_collective
 from tests.zoo import by_hand, plans
 from tests.zoo.test_zoo import MODELS, SIZES, pairs, task
 
+pytestmark = pytest.mark.ci
+
 # Loops of unknown length: the recorded step counts what is in them once, the compiled one as often
 # as the compiler finds that they run. The collectives are of the same kinds, over the same axes.
 UNKNOWN = {"equilibrium", "implicit", "neural ode"}

@@ -1,0 +1,74 @@
+"""Every test has one command, and `tests/tiers.toml` speaks of tests that are there."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.tiers import TIERS, mark, unmatched
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("path", sorted({*TIERS["shown"], *TIERS["slow"]}))
+def test_what_waits_for_ci_is_there(path):
+    """A renamed file or function takes its line in `tests/tiers.toml` along."""
+    text = (REPOSITORY / "tests" / path).read_text()
+    for name in (*TIERS["shown"].get(path, ()), *TIERS["slow"].get(path, ())):
+        owner, _, method = name.partition("::")  # a method may be inherited
+        assert f"class {owner}(" in text if method else f"def {name}(" in text
+
+
+TABLE = {
+    "shown": {"unit/test_a.py": {"test_b": ["f32-[2]", "*-topk"], "Test::test_c": ["one"]}},
+    "slow": {"unit/test_a.py": {"test_b": ["f64-*"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("unit/test_a.py::test_a", None),
+        ("unit/test_a.py::test_a[case]", None),
+        ("unit/test_a.py::test_b[f32-[2]]", None),
+        ("unit/test_a.py::test_b[f32-2]", "ci"),
+        ("unit/test_a.py::test_b[f16-topk]", None),
+        ("unit/test_a.py::test_b[f64-topk]", "slow"),
+        ("unit/test_a.py::Test::test_c[one]", None),
+        ("unit/test_a.py::Test::test_c[one more]", "ci"),
+        ("unit/test_a.py::Other::test_c[one more]", None),
+        ("unit/test_z.py::test_b[f64-topk]", None),
+    ],
+)
+def test_a_case_has_its_mark(test, expected):
+    assert mark(f"tests/{test}", TABLE) == expected
+
+
+def test_a_line_of_the_tiers_that_says_nothing_is_named():
+    """Every run asks this of the files that it collects (`tests/conftest.py`)."""
+    shown = [f"tests/unit/test_a.py::{name}" for name in ("test_b[f32-[2]]", "Test::test_c[one]")]
+    every = [*shown, "tests/unit/test_a.py::test_a", "tests/unit/test_a.py::test_b[f64-topk]"]
+    assert unmatched(every, shown, TABLE) == ["unit/test_a.py::test_b[*-topk]"]
+    assert unmatched(every[:2], shown[:1], TABLE) == [
+        "unit/test_a.py::test_b[f64-*]",
+        "unit/test_a.py::test_b[*-topk]",
+        "unit/test_a.py::Test::test_c[one]",
+    ]
+    nothing = {**TABLE, "shown": {"unit/test_a.py": {"test_b": []}}}
+    assert unmatched(every, shown, nothing) == ["unit/test_a.py::test_b[no case is named]"]
+    assert unmatched(["tests/unit/test_z.py::test_b"], [], TABLE) == []
+
+
+def test_each_tier_has_one_command_and_ci_runs_all_but_the_slow():
+    """`make test` of some files, as in `.ci/run`, runs what `make test-ci` does as well."""
+    makefile = (REPOSITORY / "Makefile").read_text()
+    options = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["pytest"]
+    usual = re.search(r"-m '([^']+)'", options["ini_options"]["addopts"])[1]
+    of_files, ci, gangs = re.findall(r"-m '([^']+)'", makefile)[:3]
+    marks = {"slow": False, "gangs": False, "ci": False}
+    for name in ("test", "gangs", "ci", "slow"):
+        marked = {**marks, name: True} if name in marks else marks
+        chosen = [eval(expression, {}, dict(marked)) for expression in (usual, ci, gangs)]
+        assert chosen == [name == one for one in ("test", "ci", "gangs")]
+        assert eval(of_files, {}, dict(marked)) == (name in ("test", "ci"))
