@@ -197,6 +197,7 @@ def test_zero_holds_a_share_of_the_state():
         assert arguments == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.ci
 def test_zero_3_never_holds_all_parameters():
     """Of 16 layers a few are whole at a time, in an unrolled network too."""
     global_task = chain_task()
@@ -214,6 +215,7 @@ def test_zero_3_never_holds_all_parameters():
     assert whole.memory().temporaries > parameters
 
 
+@pytest.mark.ci
 def test_zero_3_gathers_a_stack_layer_by_layer():
     program = compiled(px.Plan(data=6, zero=3), models.transformer_task(), models.text(12))
     blocks = tree.named_leaves(program.canonical_shapes.params["blocks"])
@@ -283,6 +285,7 @@ def test_megatron_adds_up_twice_a_block_in_each_direction():
     assert len(found) == 5  # and the gradient that the head hands back
 
 
+@pytest.mark.ci
 def test_sequence_parallelism_sends_the_same_bytes():
     """Forward, each all-reduce becomes a reduce-scatter and an all-gather of the same bytes.
 
@@ -305,6 +308,7 @@ def test_sequence_parallelism_sends_the_same_bytes():
     assert gathers == pytest.approx(all_reduces / 2 * 6 / 4)
 
 
+@pytest.mark.ci
 def test_two_dims_send_the_sum_of_both():
     """Each over its own axis: activations over `tensor`, gradients over `data`."""
     program = transformer(data=2, tensor=3)
@@ -416,6 +420,7 @@ def test_batch_norm_sends_its_statistics_and_nothing_by_example():
         }
 
 
+@pytest.mark.ci
 def test_a_contrastive_loss_moves_rows_and_no_pairs():
     """Of `other @ other.T` one side is gathered: what is sent grows as the rows do."""
 

@@ -98,7 +98,6 @@ def test_model_state_is_told_to_all_once_a_step():
     assert not any(c.in_loop for c in told)
 
 
-@pytest.mark.ci
 def test_1f1b_stores_as_much_for_64_microbatches_as_for_8():
     few, many = (p.memory().temporaries for p in (scheduled("1f1b"), scheduled("1f1b", 64)))
     assert many == pytest.approx(few, rel=0.02)

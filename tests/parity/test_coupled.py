@@ -476,6 +476,7 @@ UNMASKED = {  # batches of 12 and 7, which nothing divides
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -516,6 +517,7 @@ def test_fit_with_a_mask_that_is_not_read(x64, resident):
     assert models.max_rel_error(trained_, expected_) < 1e-10
 
 
+@pytest.mark.ci
 def test_a_population_leaves_out_a_batch_that_would_be_filled_up():
     options = {"batch_size": 12, "epochs": 2, "ragged": "drop", "progress": False}
     task, plan = unmasked("normed"), px.Plan(chunk=2, batch_dim="major")

@@ -57,6 +57,7 @@ def check(plan, reference, kind, dtype, counts):
     assert [m["examples"] for m in metrics] == counts
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("x64")
 @given(plan=plans, counts=sizes, weighted=st.booleans())
 @draws(4, times=21)
@@ -64,6 +65,7 @@ def test_float64(plan, counts, weighted):
     check(plan, px.Plan(), "weighted" if weighted else "plain", "float64", counts)
 
 
+@pytest.mark.ci
 @given(plan=plans, counts=sizes, weighted=st.booleans())
 @draws(2, times=20)
 def test_float32(plan, counts, weighted):
@@ -78,6 +80,7 @@ def test_every_device_count_with_one_example(data):
     check(px.Plan(data=data, microbatches=2), px.Plan(), "weighted", "float64", [1, 1, SIZE])
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("x64")
 @given(
     plan=st.builds(px.Plan, data=st.sampled_from((2, 3, 8)), microbatches=st.sampled_from((1, 3))),
@@ -110,6 +113,7 @@ def test_model_state_counts_every_example_once():
     assert float(state.model_state["seen"]) == SIZE + 1 + 10
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("x64")
 def test_the_weighted_loss_is_the_one_by_hand():
     runner = program(px.Plan(data=5, microbatches=3), "weighted", "float64")

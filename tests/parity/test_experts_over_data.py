@@ -171,7 +171,6 @@ def test_rows_that_devices_do_not_divide(dispatch):
 # --- The rest of a program ------------------------------------------------------------------------
 
 
-@pytest.mark.ci
 def test_rows_that_fill_a_batch_change_nothing():
     """Seven examples on four devices: the last row is padding, and is sent as any."""
     plan = px.Plan(data=4, shardings=SPLIT)
@@ -249,7 +248,6 @@ def test_activations_are_not_split_by_rules_over_data():
         px.compile(task, optax.sgd(0.1), plan, mixtures.batch_of())
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("loss", [mixtures.balanced, mixtures.dropping], ids=mixtures.name_of)
 def test_a_balanced_load_is_that_of_the_whole_batch(loss):
     """Tokens of all devices are sorted together, and no rows are sent: all is exact."""

@@ -210,7 +210,6 @@ def test_search_and_verify_take_frozen_parameters():
     assert found.best.devices <= 2
 
 
-@pytest.mark.ci
 def test_a_task_is_frozen_in_a_function_of_hyperparameters(x64):
     """As are tasks of one network."""
     task = models.mlp_task(dtype=np.float64)

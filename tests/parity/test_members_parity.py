@@ -123,6 +123,7 @@ def each_plan():
             yield pytest.param(resample, plan, marks=marks, id=f"{resample}-{plan}")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("resample", "plan"), [*each_plan()])
 def test_among_others_equals_alone(x64, resample, plan):
     plan = px.Plan(**{**vars(plan), "batch_dim": plan.batch_dim or "major"})
@@ -150,6 +151,7 @@ def test_other_resampling_equals_alone(x64, resample):
         assert models.max_rel_error(params, after_steps(program, source, seed).params) < 1e-10
 
 
+@pytest.mark.ci
 def test_members_taken_out_are_the_same(x64):
     plan = px.Plan(chunk=2, batch_dim="major")
     members = population("bootstrap")
@@ -160,6 +162,7 @@ def test_members_taken_out_are_the_same(x64):
 CHUNKED, SPREAD = px.Plan(chunk=2), px.Plan(member=2, data=2, microbatches=2)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [

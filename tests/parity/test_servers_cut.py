@@ -78,7 +78,6 @@ def test_what_can_be_computed_on_rows_is_cut(x64, name):
         assert cut(spec(optimizers.OPTIMIZERS[name](), ASYNC)) == stale
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] * (n not in FEW)) for n in optimizers.OPTIMIZERS],

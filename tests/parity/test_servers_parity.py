@@ -116,7 +116,6 @@ def test_batches_that_are_no_arrays():
     assert models.max_rel_error(found.state.params, expected.state.params) < 1e-5
 
 
-@pytest.mark.ci
 def test_a_batch_that_is_not_finite_updates_nothing(one_device):
     task, data, _ = one_device
     bad = {**data, "x": np.where(np.arange(EXAMPLES)[:, None] == 3, np.nan, data["x"])}

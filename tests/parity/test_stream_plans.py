@@ -209,6 +209,7 @@ def test_no_array_of_queries_by_keys_is_in_the_compiled_step(remat):
     assert streamed.memory().temporaries < program.memory().temporaries / 2
 
 
+@pytest.mark.ci
 def test_memory_grows_with_tokens_and_not_with_their_square():
     def temporaries(tokens):
         batch = {"x": jax.ShapeDtypeStruct((1, tokens, 8), jnp.float32)}

@@ -66,6 +66,7 @@ def test_evaluation_and_outputs_equal_those_of_one_device(one):
     np.testing.assert_allclose(*outputs, rtol=1e-12)
 
 
+@pytest.mark.ci
 def test_halves_of_a_step_and_parts_of_a_batch():
     program = px.compile(TASK, OPTIMIZER, PLANS["two"], ROWS)
     state, metrics = program.step(program.init(), ROWS)
@@ -81,11 +82,13 @@ def test_halves_of_a_step_and_parts_of_a_batch():
     assert models.max_rel_error(measured, metrics) < 1e-10
 
 
+@pytest.mark.ci
 def test_servers(one):
     run = fit(PLANS["two"], servers=px.Servers(workers=1, shards=2))
     assert difference(run, one) < 1e-10
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("resampled", [False, True])
 def test_members_equal_those_of_one_device(resampled):
     """Of a batch that all share, and of rows that each reads itself."""
@@ -95,6 +98,7 @@ def test_members_equal_those_of_one_device(resampled):
     assert difference(*runs) < 1e-10
 
 
+@pytest.mark.ci
 def test_a_reduction_in_the_backward_pass_of_the_last_microbatch(one, monkeypatch):
     """As GPUs do: the last microbatch of every replica is after its loop."""
     monkeypatch.setattr(early_reduction, "PLATFORMS", frozenset({"cpu"}))
@@ -138,6 +142,7 @@ def test_a_coupled_loss_is_refused():
         px.compile(models.normed_task(), OPTIMIZER, PLANS["two"], models.data(12))
 
 
+@pytest.mark.ci
 def test_a_run_goes_on_under_another_plan(tmp_path, one):
     fit(PLANS["two"], output=tmp_path, checkpoint_every=2, max_steps=4)
     run = fit(PLANS["three"], output=tmp_path, checkpoint_every=2, resume=True)
@@ -145,5 +150,6 @@ def test_a_run_goes_on_under_another_plan(tmp_path, one):
     assert difference(run, one) < 1e-10
 
 
+@pytest.mark.ci
 def test_verify_finds_the_same_training():
     assert px.verify(TASK, OPTIMIZER, PLANS["zero 1"], ROWS).ok

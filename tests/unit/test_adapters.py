@@ -575,6 +575,7 @@ def test_sharding_annotations_for_some_other_mesh_do_no_harm(make, axis):
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state.params))
 
 
+@pytest.mark.ci
 def test_annotations_of_a_plans_own_axes_leave_plans_as_they_are():
     """Such as those of nanodo, whose `with_partitioning` names `data`."""
     plain = annotated_linen("data", lambda start, names: start)

@@ -246,7 +246,6 @@ def test_without_matplotlib(workplace, capsys, monkeypatch):
     assert err.startswith(f"error: {missing}")
 
 
-@pytest.mark.ci
 def test_predict_reads_and_writes_arrays(workplace, capsys):
     run(capsys, "train", "small.py", "--epochs", "1")
     inputs = models.data(33)["x"]
@@ -282,7 +281,6 @@ def test_predictions_of_any_name_and_dtype(workplace, capsys):
     assert (file.shape, file.dtype) == ((3, 3), np.float32)
 
 
-@pytest.mark.ci
 def test_plan_shows_mesh_memory_and_communication(workplace, capsys):
     code, out, _ = run(capsys, "plan", "small.py", "--plan.data", "8", "--plan.microbatches", "2")
     assert code == 0

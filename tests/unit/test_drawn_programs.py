@@ -297,6 +297,7 @@ fixture_too = functools.partial(
 )
 
 
+@pytest.mark.ci
 @given(programs, shardings_of_inputs())
 @fixture_too(max_examples=15)
 def test_any_program_can_be_sharded_in_any_way(x64, names, shardings):
@@ -324,6 +325,7 @@ ZERO3 = {
 }  # fmt: skip
 
 
+@pytest.mark.ci
 def test_each_operation_on_parameters_meets_rows(x64):
     """All of them beside each other, in one compiled program."""
     assert_same((sorted(ON_PARAMETERS), "product", "none", True), ZERO3)

@@ -52,6 +52,7 @@ def test_only_a_launcher_that_says_so_shrinks_a_plan(monkeypatch):
     assert plan_for_those_left(plan, coupled) == px.Plan(data=8)
 
 
+@pytest.mark.ci
 def test_the_update_is_the_same(monkeypatch, x64):
     """Of a run that began on eight devices and goes on with those that are there."""
     monkeypatch.setenv("PLURAX_ELASTIC", "1")

@@ -101,6 +101,7 @@ def test_few_strategies_are_written():
         assert found.walk.moved(found.shardings, others).exceeds(least), one
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "data", "tensor"),
     [

@@ -100,6 +100,7 @@ def test_a_large_batch_is_split_and_the_update_too():
     assert best.zero >= 1
 
 
+@pytest.mark.ci
 def test_no_plan_of_data_alone_is_faster_than_the_best():
     task, batch = perceptron(2, 512, 2048, 512), perceptron_rows(8192, 512)
     alone = px.estimate(task, optax.adam(1e-3), Plan(data=4), batch, A100)
@@ -119,6 +120,7 @@ def test_zero_is_found_where_it_saves_more_than_its_messages_cost(width):
     assert best.estimate.seconds == seconds[best.best.zero] == min(seconds)
 
 
+@pytest.mark.ci
 def test_the_zero_stage_is_found_that_the_memory_needs():
     """ZeRO 2 has shards of the gradients' sums over microbatches, ZeRO 3 of the parameters too."""
     task, batch = block_task(4), TEXT
@@ -133,6 +135,7 @@ def test_the_zero_stage_is_found_that_the_memory_needs():
         assert found(task, batch, pinned=pinned, memory=limit).best.zero == zero
 
 
+@pytest.mark.ci
 def test_rematerialization_is_found_where_only_it_fits():
     task, batch = block_task(4), TEXT
     one = px.Machine.preset("A100-80GB")
@@ -145,6 +148,7 @@ def test_rematerialization_is_found_where_only_it_fits():
     assert found(task, batch, one, pinned=pinned, memory=limit).best.remat != "none"
 
 
+@pytest.mark.ci
 def test_a_pipeline_is_found_where_only_it_fits():
     """One row: no rows to split over `data`; tensors are to stay whole."""
     task = block_task(4)

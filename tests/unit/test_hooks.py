@@ -64,7 +64,6 @@ def test_a_hook_has_what_its_kind_says():
     assert listens == ["EvaluationHook", "OptimizerHook"]
 
 
-@pytest.mark.ci
 def test_the_order_of_a_run_is_the_one_that_is_declared(tmp_path, monkeypatch):
     orders = []
 
@@ -86,7 +85,6 @@ def test_the_order_of_a_run_is_the_one_that_is_declared(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-@pytest.mark.ci
 def test_a_run_that_ends_at_an_evaluation_is_reported_and_saved(tmp_path):
     """An evaluation within an epoch has no row of an epoch: the call after it has, and is saved."""
 

@@ -198,7 +198,6 @@ def test_a_signal_to_any_launcher_ends_all(cluster):
     assert (leader.code(), follower.code()) == (75, 75)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("cluster", [3], indirect=True)
 def test_elastic_goes_on_with_the_hosts_left_and_grows_back(cluster):
     body = """

@@ -411,7 +411,6 @@ masks = st.recursive(
 ranges_of = st.tuples(st.integers(0, 8), st.integers(0, 8)).map(sorted)
 
 
-@pytest.mark.ci
 @draws(60)
 @given(st.one_of(masks, terms), ranges_of, ranges_of)
 def test_bounds_hold_every_entry(mask, rows, keys):

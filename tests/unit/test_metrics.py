@@ -103,6 +103,7 @@ def close(got, want):
         np.testing.assert_allclose(got[name], value, rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("weights", [False, True])
 def test_as_scikit_learn_of_all_rows(x64, name, weights):

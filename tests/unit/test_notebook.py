@@ -44,7 +44,6 @@ def test_plan():
     assert parsed(px.Plan()._repr_html_())[0] == "Plan on 1 device"
 
 
-@pytest.mark.ci
 def test_program(fitted):
     program = px.compile(models.mlp_task(), optax.sgd(0.1), px.Plan(data=2), ROWS)
     peak = human_bytes(program.memory().peak)

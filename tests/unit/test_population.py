@@ -275,7 +275,6 @@ def test_reports_leave_frozen_members_out():
     assert (last["eval_loss_best"], last["eval_loss_worst"]) == (min(well), max(well))
 
 
-@pytest.mark.ci
 def test_a_population_with_a_frozen_member_resumes(tmp_path):
     with pytest.warns(NonFiniteWarning):
         whole = fit_diverging(epochs=7, evaluation=ROWS)
@@ -396,7 +395,6 @@ def linear():
     return task, kind, px.fit(task, sgd, ROWS, **kind)
 
 
-@pytest.mark.ci
 def test_what_is_compiled_is_used_again(linear):
     """The same task, optimizer, plan and shapes: other seeds and rates in the same programs."""
     task, kind, first = linear
@@ -458,7 +456,6 @@ def test_compiled_programs_go_with_their_task():
     assert kept() is None
 
 
-@pytest.mark.ci
 def test_a_program_of_one_network_is_used_again():
     task = dataclasses.replace(TASK)
     kind = {"batch_size": 16, "progress": False, "evaluation": ROWS}

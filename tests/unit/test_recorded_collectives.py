@@ -139,7 +139,6 @@ def test_what_a_model_sends_by_hand_is_not_planned():
     assert by_hand.count((64, 3)) == 2
 
 
-@pytest.mark.ci
 def test_of_a_population_the_collectives_of_one_member_are_planned():
     task, batch = models.mlp_task(), models.data(8)
     fields = {"data": 2, "zero": 3}

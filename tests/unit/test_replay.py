@@ -177,6 +177,7 @@ def assert_repeated(folder, data, runs):
     assert int(again(step=6).step) == 6
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_is_repeated_from_its_beginning(tmp_path, name):
     assert_repeated(tmp_path, ROWS, RESUMED[name])
@@ -186,6 +187,7 @@ def test_a_resumed_run_over_an_iterable_is_repeated(tmp_path):
     assert_repeated(tmp_path, BATCHES, (ASYNC, OTHER))
 
 
+@pytest.mark.ci
 def test_a_run_resumed_without_what_was_left_is_repeated(tmp_path):
     fitted(ROWS, tmp_path, TOPK)
     checkpoint = tmp_path / "checkpoints" / "6"

@@ -162,7 +162,6 @@ def test_a_checksum_sees_each_element_and_its_place(x64, dtype, size):
         assert (found(swapped) == found(given)) == (given[1] == given[-1])
 
 
-@pytest.mark.ci
 def test_checksums_are_in_the_order_of_their_arrays():
     """Of several sizes and dtypes, more of one kind than a loop takes at once."""
     rng = np.random.default_rng(0)

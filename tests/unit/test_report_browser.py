@@ -185,7 +185,6 @@ def test_a_finger_brushes_on_an_axis_and_scrolls_elsewhere(pages):
         assert browser.said == []
 
 
-@pytest.mark.ci
 def test_tables_sort_and_runs_are_named(pages):
     with Browser() as browser:
         browser.open(pages / "two.html")

@@ -81,7 +81,6 @@ def test_resampling_is_compared_by_its_values(make, other):
     assert make() != other
 
 
-@pytest.mark.ci
 @given(st.integers(1, 3000), st.integers(0, 2**32 - 1))
 def test_permute_is_a_permutation(size, key):
     index = jnp.arange(3000, dtype=jnp.uint32)

@@ -128,7 +128,6 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(undisturbed, tmp_path,
     assert not models.same_bits(first, second)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("compression", ["topk", "int8"])
 def test_a_number_that_all_servers_have_is_compressed_alike_on_each(tmp_path, compression):
     def loss(params, example, key):
@@ -149,7 +148,6 @@ def test_a_number_that_all_servers_have_is_compressed_alike_on_each(tmp_path, co
     assert models.same_bits(fitted(2, output=tmp_path, resume=True), fitted(2))
 
 
-@pytest.mark.ci
 def test_it_is_saved_where_something_is_left_alone(tmp_path):
     for name, servers in {"rounded": dataclasses.replace(SYNC, compression="bfloat16"),
                           "whole": dataclasses.replace(SYNC, compression=None),

@@ -113,7 +113,6 @@ def test_what_is_pinned_holds():
     assert dict(by_rule.best.rules)["out"] == ("tensor", None)
 
 
-@pytest.mark.ci
 def test_a_strategy_of_an_equation_is_pinned_by_hand():
     plan = px.Plan(tensor=2, remat="none")
     fields = {"tensor": 2, "data": 1, "remat": "none", "microbatches": 1}
@@ -368,7 +367,6 @@ def test_without_layers_the_forward_pass_is_drawn():
     assert found.whole
 
 
-@pytest.mark.ci
 def test_a_layer_is_drawn(tmp_path, drawn):
     pinned = {"tensor": 4, "data": 1, "microbatches": 1, "remat": "none"}
     found = searched(SLOW, pinned=pinned, count=1)

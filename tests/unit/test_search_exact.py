@@ -488,6 +488,7 @@ def test_a_large_batch_is_not_split_by_columns():
     assert held <= size
 
 
+@pytest.mark.ci
 def test_a_transformer_sends_no_more_than_by_expert_rules_at_any_depth():
     """The bytes grow with the depth, the program does not."""
     sizes = set()

@@ -48,7 +48,6 @@ def by_hand(body, in_specs):
 SPLIT = (jax.P(None, "tensor"), jax.P("tensor", None))
 
 
-@pytest.mark.ci
 def test_by_hand_and_right():
     task = by_hand(lambda x, w: jax.lax.psum(x @ w, "tensor"), SPLIT)
     assert px.verify(task, optax.adam(1e-2), px.Plan(tensor=2), models.data(8)).ok
@@ -63,7 +62,6 @@ def test_a_missing_reduction_is_found():
     assert "The first tensor that differs is loss of the first step" in str(result)
 
 
-@pytest.mark.ci
 def test_a_fault_in_one_gradient_names_its_parameter():
     """The loss is right; one parameter's cotangent is not added up over devices."""
 

@@ -185,7 +185,6 @@ def test_every_member_starts_there(plan):
         np.testing.assert_array_equal(params["out"][member], fresh["out"][member])
 
 
-@pytest.mark.ci
 def test_fit_from_a_run(tmp_path):
     """A second run starts where the first ended, with a fresh optimizer, and resumes."""
     task, rows = models.mlp_task(), models.data(32)
