@@ -136,6 +136,8 @@ def one_at_a_time(result: T) -> T:
     numbers, or the end of the process ("Received data size doesn't match expected size").
     """
     leaves = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return result  # nothing runs yet
     if leaves and not leaves[0].is_fully_addressable and jax.default_backend() == "cpu":
         jax.block_until_ready(leaves)
     return result
