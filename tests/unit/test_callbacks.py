@@ -429,6 +429,7 @@ PLANS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", PLANS)
 def test_the_average_is_that_of_a_loop_by_hand(name, x64, uncached):
     """The parameters after every step, averaged by NumPy.

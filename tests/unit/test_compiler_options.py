@@ -93,6 +93,7 @@ def test_an_option_changes_the_compiled_step(uncached):
         assert after > before
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore::plurax.errors.MaskWarning")
 def test_sizes_that_are_not_padded_have_the_options_too(uncached):
     """A coupled loss that does not read its mask: each size has a program of its own."""

@@ -327,6 +327,7 @@ def test_other_commands_read_a_folder(ran, capsys):
     assert "(default: ran)" in out
 
 
+@pytest.mark.ci
 def test_a_plan_is_shown_with_what_its_run_compiled(ran, capsys):
     text = figures_text(compiled_table(ran))
     code, out, err = run(capsys, "plan", "ran")

@@ -267,6 +267,7 @@ def test_survivors_are_the_best_by_the_metric(halved, straight):
     assert [row["member"] for row in halved.members.table()] == alive
 
 
+@pytest.mark.ci
 def test_survivors_trained_as_if_nothing_had_been_halved(halved, straight):
     number = halved.members.table()[0]["member"]
     whole = px.ensemble.export_member(straight.state, number)
