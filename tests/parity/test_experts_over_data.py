@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from tests import models
@@ -258,3 +259,37 @@ def test_a_balanced_load_is_that_of_the_whole_batch(loss):
     found = jax.device_get((metrics["loss"], program.to_canonical(state).params))
     expected = mixtures.coupled_by_hand(loss, 1)
     assert models.max_rel_error(found, jax.device_get(expected)) < 1e-10
+
+
+def test_an_axis_that_splits_nothing_is_refused_beside_experts():
+    """Rows that are sent to experts have a backward pass of their own, which uses no `tensor`."""
+    task, plan = mixtures.task_of(rectified), px.Plan(data=2, tensor=2, shardings=SPLIT)
+    with pytest.raises(px.errors.PlanError, match="splits anything over `tensor`"):
+        px.compile(task, optax.sgd(0.1), plan, mixtures.batch_of())
+
+
+def attending(params, batch, keys):
+    """Attention, of whose tokens each has its experts."""
+    x = batch["x"]
+    scores = jnp.einsum("btd,bsd->bts", x @ params["in"], x)
+    x = x + jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), x)
+    rows = x.reshape(-1, D)
+    y = (rows + mixtures.sorted_rows(params, rows)).reshape(x.shape)
+    return ((y - batch["y"]) ** 2).mean((1, 2))
+
+
+@pytest.mark.parametrize("fields", [{"zero": 1}, {"zero": 3, "context_strategy": "ring"}], ids=str)
+def test_beside_tokens_over_devices(fields):
+    """Tokens are split over `context` for attention, and rows of experts are sent over `data`."""
+    task, rng = px.Task(init=mixtures.init, loss=attending), np.random.default_rng(2)
+    batch = {name: rng.normal(size=(4, 8, D)) for name in "xy"}
+    plan = px.Plan(data=2, context=2, stream=2, shardings=SPLIT, **fields)
+    program = px.compile(task, optax.sgd(0.1), plan, batch)
+    start = program.init(seed=0)
+    params = jax.device_get(program.to_canonical(start).params)
+    state, metrics = program.step(start, batch)
+    found = metrics["loss"], program.to_canonical(state).params
+
+    loss, grads = jax.value_and_grad(lambda p: attending(p, batch, None).mean())(params)
+    expected = loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    assert models.max_rel_error(jax.device_get(found), jax.device_get(expected)) < 1e-10

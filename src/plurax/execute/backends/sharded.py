@@ -57,7 +57,9 @@ from plurax.execute.totals import (
 )
 from plurax.freezing import trained
 from plurax.jaxpr.annotate import OverContext
-from plurax.jaxpr.interpret import holds
+from plurax.jaxpr.compat import inner_jaxprs
+from plurax.jaxpr.expert_rows import AT_EXPERTS
+from plurax.jaxpr.interpret import all_equations, holds
 from plurax.mesh import platform_of, within
 from plurax.partition.partitioner import Partitioner, partition
 from plurax.partition.pins import with_strategies
@@ -464,9 +466,18 @@ def _uses_tensor(plan: Plan, tags: set[Tag], jaxpr: Any) -> bool:
     by_rule = any("tensor" in _names(entries) for _, entries in plan.rules)
     by_rule = by_rule or plan.strategies is not None
     by_mark = any(isinstance(tag, Split) for tag in tags)
-    # The backward pass of a `custom_vjp` is not visible here, and may use the axis itself.
+    # The backward pass of a `custom_vjp` is not visible here, and may use the axis itself; that of
+    # rows sent to experts does not.
     by_hand = ("shard_map", "sharding_constraint", "custom_vjp_call")
-    return by_rule or by_mark or any(holds(jaxpr, name) for name in by_hand)
+    return (
+        by_rule
+        or by_mark
+        or any(
+            eqn.primitive.name in by_hand
+            and not any(holds(j, AT_EXPERTS) for j in inner_jaxprs(eqn))
+            for eqn in all_equations(jaxpr)
+        )
+    )
 
 
 def _names(entries: Sequence[Any]) -> list[Any]:
