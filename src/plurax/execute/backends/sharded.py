@@ -466,18 +466,15 @@ def _uses_tensor(plan: Plan, tags: set[Tag], jaxpr: Any) -> bool:
     by_rule = any("tensor" in _names(entries) for _, entries in plan.rules)
     by_rule = by_rule or plan.strategies is not None
     by_mark = any(isinstance(tag, Split) for tag in tags)
-    # The backward pass of a `custom_vjp` is not visible here, and may use the axis itself; that of
-    # rows sent to experts does not.
-    by_hand = ("shard_map", "sharding_constraint", "custom_vjp_call")
-    return (
-        by_rule
-        or by_mark
-        or any(
-            eqn.primitive.name in by_hand
-            and not any(holds(j, AT_EXPERTS) for j in inner_jaxprs(eqn))
-            for eqn in all_equations(jaxpr)
-        )
-    )
+    return by_rule or by_mark or any(map(_by_hand, all_equations(jaxpr)))
+
+
+def _by_hand(eqn: Any) -> bool:
+    """Whether the model splits over devices itself: the backward pass of a `custom_vjp` cannot be
+    seen, and may; that of rows sent to experts does not."""
+    name, inner = eqn.primitive.name, inner_jaxprs(eqn)
+    sent = any(holds(jaxpr, AT_EXPERTS) for jaxpr in inner)
+    return name in ("shard_map", "sharding_constraint", "custom_vjp_call") and not sent
 
 
 def _names(entries: Sequence[Any]) -> list[Any]:
