@@ -99,6 +99,7 @@ def test_keys_go_around(count):
     assert moved(program.collectives()) == expected == moved(program.planned_collectives())
 
 
+@pytest.mark.ci
 def test_heads_are_exchanged_for_tokens():
     """Queries, keys, values and what is attended, forward and backward."""
     count = 2

@@ -273,6 +273,7 @@ PLANS = {
 """Name: the fields of the plan."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dispatch", DISPATCHES, ids=name_of)
 @pytest.mark.parametrize("name", PLANS)
 def test_any_plan_equals_one_device(dispatch, name):

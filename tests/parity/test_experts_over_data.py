@@ -111,6 +111,7 @@ def test_rows_that_are_sent_equal_one_device(dispatch, count):
     assert_as_by_hand(dispatch, data=count)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dispatch", [mixtures.sorted_rows, of_some_rows], ids=mixtures.name_of)
 @pytest.mark.parametrize("kind", ["one expert", "no tokens", "ties"])
 def test_any_choice_of_experts_equals_one_device(dispatch, kind):
@@ -145,6 +146,7 @@ def test_another_parameter_is_gathered(zero):
     mixtures.assert_as_by_hand(mixtures.normed, plan)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dispatch", [mixtures.sorted_rows, in_layers], ids=mixtures.name_of)
 @pytest.mark.parametrize("name", PLANS)
 def test_any_plan_equals_one_device(dispatch, name):
@@ -249,6 +251,7 @@ def test_activations_are_not_split_by_rules_over_data():
         px.compile(task, optax.sgd(0.1), plan, mixtures.batch_of())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("loss", [mixtures.balanced, mixtures.dropping], ids=mixtures.name_of)
 def test_a_balanced_load_is_that_of_the_whole_batch(loss):
     """Tokens of all devices are sorted together, and no rows are sent: all is exact."""
@@ -278,6 +281,7 @@ def attending(params, batch, keys):
     return ((y - batch["y"]) ** 2).mean((1, 2))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fields", [{"zero": 1}, {"zero": 3, "context_strategy": "ring"}], ids=str)
 def test_beside_tokens_over_devices(fields):
     """Tokens are split over `context` for attention, and rows of experts are sent over `data`."""

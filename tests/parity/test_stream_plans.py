@@ -77,6 +77,7 @@ def as_written():
         return trained(px.Plan())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", PLANS)
 def test_any_plan_equals_one_device(as_written, name):
     """Blocks of 4 of 6 keys, so that the last one has 2."""

@@ -207,6 +207,7 @@ def test_trains_evaluates_is_saved_and_comes_back(library, tmp_path):
     assert same_bits(restored.params, result.state.params)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_dropout_and_ragged_batches_give_the_parameters_of_one_device(library):
     task, _ = MLPS[library]()

@@ -111,6 +111,7 @@ def test_a_search_sends_rows_where_that_is_fastest():
     assert again.seconds == sent.ranked[0].seconds
 
 
+@pytest.mark.ci
 def test_what_is_pinned_holds():
     """A size of `data` that does not split, and a rule for experts."""
     for pinned in ({"data": 1}, px.Plan(shardings={"down": (None, "tensor", None)})):

@@ -87,6 +87,7 @@ def follow(mode, compression, events, residuals=()):
     return {step: (replayed.state(step), replayed.residuals()) for step in replayed.steps()}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("compression", [None, "topk"])
 @pytest.mark.parametrize("mode", RUNS)
 @draws(3, times=100)
@@ -183,6 +184,7 @@ def test_a_resumed_run_is_repeated_from_its_beginning(tmp_path, name):
     assert_repeated(tmp_path, ROWS, RESUMED[name])
 
 
+@pytest.mark.ci
 def test_a_resumed_run_over_an_iterable_is_repeated(tmp_path):
     assert_repeated(tmp_path, BATCHES, (ASYNC, OTHER))
 

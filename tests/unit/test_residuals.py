@@ -114,6 +114,7 @@ def undisturbed(request, tmp_path_factory):
     return servers, output, fitted(output, servers, checkpoint_every=1).state
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("step", [4, 5])
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(undisturbed, tmp_path, step):
     servers, output, expected = undisturbed

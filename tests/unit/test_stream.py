@@ -338,6 +338,7 @@ def haiku_layer():
     return layer.init(jax.random.key(1), x), lambda p, x: layer.apply(p, None, x), x
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("make", [linen_layer, equinox_layer, haiku_layer])
 def test_layers_of_libraries(make):
     params, apply, x = make()

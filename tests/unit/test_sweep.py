@@ -74,6 +74,7 @@ def test_every_setting_has_a_row(table):
     assert {"member", "seed", "loss", "eval_loss", "frozen", "seconds"} < set(found.rows[0])
 
 
+@pytest.mark.ci
 def test_a_row_is_the_end_of_its_members_history(table):
     found, _ = table
     for bucket, (shape, result) in enumerate(found.fits):
