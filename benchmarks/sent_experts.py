@@ -1,12 +1,12 @@
-"""Rows sent to experts over four devices, beside the same by hand and XLA's partitioner.
+"""Rows sent to experts over eight devices, beside the same by hand and XLA's partitioner.
 
     python -m benchmarks.sent_experts                     # this machine: also processor seconds
-    python -m benchmarks.sent_experts 4xH100 v5p:2x2x1    # compiled for machines that are not here
+    python -m benchmarks.sent_experts 8xH100 v5p:2x2x2    # compiled for machines that are not here
 
-The mixture of `benchmarks.experts` with sorted rows, tokens split over four devices and experts,
+The mixture of `benchmarks.experts` with sorted rows, tokens split over eight devices and experts,
 too, a step of SGD in float32:
 
-    plurax                plain code and a rule of the plan (`data=4`)
+    plurax                plain code and a rule of the plan (`data=8`)
     by hand               `jax.shard_map` and all-to-all, room for twice the rows of a device; rows
                           beyond it are dropped, and hidden values kept for the backward pass
     kept on each device   plurax, without the rule: all experts' weights, whose gradients are added
@@ -33,9 +33,10 @@ from jax.sharding import PartitionSpec as P
 import plurax as px
 from benchmarks import experts
 from benchmarks.compiled_steps import CompiledStep, StepOfJax, StepOfPlurax, median_seconds
-from benchmarks.experts import CHOICES, DEVICES, EXPERTS, RATE, TOKENS, WEIGHTS, WIDTH
+from benchmarks.experts import CHOICES, EXPERTS, RATE, TOKENS, WEIGHTS, WIDTH
 from benchmarks.long_context import run
 
+DEVICES = 8
 ROUNDS, HERE = 11, 512
 """Steps that are timed, and of how many tokens: on a CPU, a product of groups is dense."""
 
@@ -147,7 +148,7 @@ def _text(name: str, step: CompiledStep) -> str:
 
 
 def here() -> None:
-    """Print what each takes on four virtual devices of this machine."""
+    """Print what each takes on eight virtual devices of this machine."""
     px.virtual_devices(DEVICES)
     steps = {name: _compiled(name, jax.devices()[:DEVICES], HERE) for name in NAMES}
     x = np.random.default_rng(0).normal(size=(8, HERE // 8, WIDTH)).astype(np.float32)
