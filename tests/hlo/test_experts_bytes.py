@@ -25,6 +25,7 @@ def program_of(dispatch, **fields):
     return px.compile(task, optax.sgd(0.1), plan, batch)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "dispatch", [*mixtures.EVERY, mixtures.named_one_hot], ids=mixtures.name_of
 )
@@ -75,6 +76,7 @@ SLOTS = ((mixtures.B, mixtures.CAPACITY), (mixtures.B * mixtures.CAPACITY, 1))
 """How the slots of an expert for all examples may stand in an array."""
 
 
+@pytest.mark.ci
 def test_experts_that_devices_do_not_divide_are_whole():
     plan = px.Plan(tensor=4, shardings=mixtures.SPLIT)
     task, batch = mixtures.task_of(mixtures.sorted_rows, experts=6), mixtures.batch_of()

@@ -98,6 +98,7 @@ def test_model_state_is_told_to_all_once_a_step():
     assert not any(c.in_loop for c in told)
 
 
+@pytest.mark.ci
 def test_1f1b_stores_as_much_for_64_microbatches_as_for_8():
     few, many = (p.memory().temporaries for p in (scheduled("1f1b"), scheduled("1f1b", 64)))
     assert many == pytest.approx(few, rel=0.02)
@@ -163,6 +164,7 @@ def test_under_1f1b_the_head_stores_one_microbatch():
     assert program.memory().temporaries < 3.5 * logits
 
 
+@pytest.mark.ci
 def test_split_boundaries_are_exchanged_as_shards():
     """By token over `tensor`: each device hands on its own part."""
     rules = px.sharding.megatron(

@@ -109,6 +109,7 @@ def test_heads_are_exchanged_for_tokens():
     assert moved(program.collectives()) == expected == moved(program.planned_collectives())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", ["gather", "ring"])
 def test_each_device_holds_its_queries_by_the_keys_of_a_block(strategy):
     one = px.compile(task("float32"), optax.sgd(0.1), px.Plan(), batch()).memory().temporaries
@@ -152,6 +153,7 @@ def alone(request):
         return request.param, trained(px.Plan(), request.param)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", PLANS)
 def test_the_update_is_that_of_one_device(x64, alone, name):
     loop, expected = alone

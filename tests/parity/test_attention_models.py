@@ -106,6 +106,7 @@ def init(key):
     return layers | {"prefix": normal(8, D)}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("model", MODELS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_step_is_that_by_hand(model, plan):

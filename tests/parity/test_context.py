@@ -171,6 +171,7 @@ def test_heads_that_devices_do_not_divide_stay_and_keys_are_gathered():
     assert "all-to-all" not in kinds
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", SENT)
 def test_what_a_strategy_sends(strategy):
     program, *_ = step(forms.causal, context=2, context_strategy=strategy)

@@ -135,6 +135,7 @@ def test_every_parallelism_in_float32(name, expert):
     assert models.max_rel_error(params, expected[0]) < 1e-5
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "remat"),
     [
@@ -174,6 +175,7 @@ def test_members_split_too(x64, plan):
     assert models.max_rel_error(got, three_members()) < 1e-10
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "plan",
     [

@@ -93,6 +93,7 @@ PLANS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fun", [loss, tied_loss])
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.usefixtures("x64", "early")

@@ -324,6 +324,7 @@ COUPLED = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("loss", [balanced, dropping], ids=name_of)
 @pytest.mark.parametrize("name", COUPLED)
 def test_a_balanced_load_is_that_of_the_whole_batch(loss, name):

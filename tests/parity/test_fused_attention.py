@@ -177,6 +177,7 @@ def test_any_plan_equals_one_device(layout, causal, key_heads, plan):
         np.testing.assert_allclose(ours[name], leaf, **TOLERANCE, err_msg=name)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 def test_split_heads_send_what_megatron_sends(key_heads):
     """The sum over heads forward and none of q, k and v; of a single key its gradients' parts."""

@@ -179,6 +179,7 @@ HYBRIDS = {
 and numbers of layers."""
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore::plurax.errors.ShardingWarning")
 @pytest.mark.parametrize("case", HYBRIDS)
 def test_hybrids(x64, case):
@@ -229,6 +230,7 @@ def test_a_schedule_written_by_hand_runs(x64):
     assert px.Plan.from_toml(plan.to_toml()) == plan
 
 
+@pytest.mark.ci
 def test_without_microbatches(x64):
     """Inter-layer parallelism, as plain as it sounds: one microbatch."""
     got = trained("perceptron", px.Plan(pipeline=3), jnp.float64, everything=False)

@@ -84,6 +84,7 @@ PLANS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", PLANS)
 def test_a_worker_may_have_any_plan(name, one_device):
     task, data, expected = one_device

@@ -54,6 +54,7 @@ def test_a_run_equals_that_of_one_device(one, name, resident):
     np.testing.assert_allclose(got, want, rtol=1e-10)
 
 
+@pytest.mark.ci
 def test_evaluation_and_outputs_equal_those_of_one_device(one):
     program, alone = (
         px.compile(TASK, OPTIMIZER, plan, models.cut(ROWS, 13))

@@ -521,6 +521,7 @@ CLOSURES = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("close", CLOSURES.values(), ids=CLOSURES)
 def test_equinox_functions_may_close_over_arrays(close):
     def make(order):

@@ -132,6 +132,7 @@ def test_a_fast_run_writes_nothing(workplace, capsys):
     assert not (workplace / "runs").exists()
 
 
+@pytest.mark.ci
 def test_train_writes_what_it_says(workplace, capsys, drawn):
     code, out, _ = run(
         capsys, "train", "small.py", "--plan.data", "4", "--epochs", "3", "--experiment.rate", "0.1"
@@ -221,6 +222,7 @@ def experiment():
 """
 
 
+@pytest.mark.ci
 def test_a_run_that_failed_is_repeated_from_its_folder(workplace, capsys):
     """How it was started is written before the first step."""
     Path("small.py").write_text(UNREADABLE)

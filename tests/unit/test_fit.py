@@ -395,6 +395,7 @@ def test_resuming_another_optimizer_is_refused(tmp_path):
     assert "params/" not in str(raised.value).replace("opt_state", "")  # what fits is not listed
 
 
+@pytest.mark.ci
 def test_resume_at_every_step_of_a_grain_dataset(tmp_path):
     """Stop after each step, restore in a new program, and compare the tail."""
     dataset = (

@@ -112,6 +112,7 @@ def test_a_parameter_is_explained_by_its_path_and_the_lines_that_read_it(found):
         assert "row" not in text.removeprefix(path)
 
 
+@pytest.mark.ci
 def test_what_is_not_split_is_compared_with_plans_that_split():
     found = searched(data=1, pipeline=1, remat="none", microbatches=1)
     ranked = sorted(found.ranked, key=lambda one: one.plan.tensor)

@@ -131,6 +131,7 @@ def uncut(tmp_path_factory):
     return folder, run(folder)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("stop", range(1, 9))
 def test_a_run_that_is_resumed_at_any_step_goes_on_with_its_scale(tmp_path, uncut, stop):
     folder, whole = uncut

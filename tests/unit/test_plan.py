@@ -386,6 +386,7 @@ make_mesh(px.Plan(data=2))
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "start",
     [

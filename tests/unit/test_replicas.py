@@ -114,6 +114,7 @@ def test_every_leaf_that_has_copies_is_compared():
     assert not [name for name in split.replicas.leaves if name.startswith("params")]
 
 
+@pytest.mark.ci
 def test_two_faulty_copies_of_four_leave_no_majority():
     program, state = trained(px.Plan(data=4), None)
     one, two, *_ = program.mesh.devices.flat
@@ -232,6 +233,7 @@ def test_nothing_poisoned_is_saved_and_the_run_goes_on(flip_after, monkeypatch, 
     )
 
 
+@pytest.mark.ci
 def test_a_flipped_bit_is_found_within_some_steps(flip_after):
     flip_after(7, "opt_state/0/mu/blocks/out")
     with pytest.raises(px.errors.ReplicaError, match="after step 10 device 2 of process 0"):

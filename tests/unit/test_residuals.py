@@ -129,6 +129,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(undisturbed, tmp_path,
     assert not models.same_bits(first, second)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("compression", ["topk", "int8"])
 def test_a_number_that_all_servers_have_is_compressed_alike_on_each(tmp_path, compression):
     def loss(params, example, key):

@@ -353,6 +353,7 @@ def test_a_run_of_python_is_read_with_a_file(workplace, capsys):
     assert (found.options["seed"], found.file) == (5, workplace / "small.py")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("members", ["None", "px.Members(2)"])
 def test_the_best_state_predicts(members, workplace, capsys):
     """The largest loss is that of the first epoch, so that the best state is not the newest."""

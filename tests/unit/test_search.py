@@ -76,6 +76,7 @@ def test_the_ranking_is_of_estimates(found):
     assert found.gap == 0
 
 
+@pytest.mark.ci
 def test_the_best_plan_runs(found):
     task, batch = models.mlp_task(), models.data(64)
     program = px.compile(task, optax.adam(1e-2), found.best, batch)

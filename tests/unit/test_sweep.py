@@ -474,6 +474,7 @@ def test_halving_needs_arrays():
         px.ensemble.successive_halving(TASK, adam, [ROWS], members=MEMBERS, batch_size=16, epochs=3)
 
 
+@pytest.mark.ci
 def test_shapes_of_different_names(tmp_path, capsys):
     """A shape whose settings are a part of another's is a bucket of its own."""
     note = "[red]" + 50 * "wide"

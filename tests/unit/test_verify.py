@@ -158,6 +158,7 @@ def test_what_is_not_a_number_is_equal_to_nothing():
     assert "loss of the first step: is not the same (NaN, or another integer" in str(result)
 
 
+@pytest.mark.ci
 def test_one_example_has_one_order_of_sums():
     task = models.mlp_task()
     result = px.verify(task, optax.sgd(0.1), px.Plan(data=2), models.data(1), steps=1)

@@ -17,6 +17,7 @@ JOINT = px.Servers(workers=2, shards=2, transport="threads")
 ALONE = px.Servers(workers=1, shards=2, mode="async", transport="threads")
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in DEFAULT)) for n in MODELS]

@@ -185,7 +185,7 @@ class RowFunction:
     - `cotangents`, how many of the rows, the last ones, are zeros where there is no row, so that it
       adds nothing.
     - `adds_up`, whether the function or its gradient adds up all rows of a device.
-    - `devices`; `first`, of the rows that are sent first; None: what `jaxpr` is of all others.
+    - `devices`; `first`, of the rows that are sent first; None: they are computed as all others.
     """
 
     jaxpr: Any
