@@ -17,8 +17,8 @@ from plurax.hlo.memory import memory
 class CompiledStep(abc.ABC):
     """A compiled step of parameters and rows `x`.
 
-    **Attributes:** `temporaries`, the bytes on one device; `sent`, its collectives, those of a loop
-    whose length is data once.
+    **Attributes:** `temporaries`, the bytes on one device; `sent`, its collectives, `trips` None of
+    those in a loop whose length is data.
     """
 
     temporaries: int
