@@ -105,6 +105,19 @@ def test_loops_and_branches():
     assert counts == [{one: 5}, {one: 1}, {one: 1}, {one: 1}]
 
 
+@pytest.mark.parametrize(("platform", "times"), [("cpu", 8), ("gpu", 8), ("tpu", 1)])
+def test_products_of_groups(platform, times):
+    """(512, 32) by 8 groups of (32, 16): TPUs have a kernel but for the gradient of weights."""
+    shapes = ((512, 32), FLOAT), ((8, 32, 16), FLOAT), ((8,), jnp.int32)
+    x, w, sizes = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+
+    def loss(x, w, sizes):
+        return (jax.lax.ragged_dot(x, w, sizes) ** 2).sum()
+
+    found = work(flat(jax.grad(loss, (0, 1)), x, w, sizes), {}, rules_of(platform))
+    assert found.product_flops == 2 * 512 * 32 * 16 * (times + times + 8)
+
+
 def test_rows_of_a_stack_are_read_one_at_a_time():
     xs = jax.ShapeDtypeStruct((8, 128), FLOAT)
     found = work(flat(lambda xs: jax.lax.scan(lambda c, x: (c + x, x * 2), xs[0], xs), xs), {})

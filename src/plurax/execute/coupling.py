@@ -37,6 +37,7 @@ from plurax.execute.program_cache import cached_program, shapes_key
 from plurax.execute.rows import Rows, abstract_rows
 from plurax.jaxpr.compat import inner_jaxprs, is_call_or_remat, open_jaxpr
 from plurax.jaxpr.interpret import all_equations, interpret, source_line
+from plurax.jaxpr.product_dims import product_dims
 from plurax.jaxpr.row_dependence import RowsRead, row_dependence
 from plurax.jaxpr.row_rules import DOES
 from plurax.mesh import within
@@ -225,14 +226,9 @@ def _computed_bytes(eqn: Any) -> int:
 
 
 def _flops(eqn: Any) -> int:
-    """Return those of a product; of groups of rows, XLA multiplies all rows by each on CPUs."""
-    if eqn.primitive.name not in ("dot_general", "ragged_dot_general"):
-        return 0
-    left, right, *_ = (var.aval for var in eqn.invars)
-    if eqn.primitive.name == "ragged_dot_general":  # (m, k) by (g, k, n)
-        return 2 * left.size * right.size // max(left.shape[-1], 1)
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return 2 * eqn.outvars[0].aval.size * math.prod(left.shape[dim] for dim in contracted)
+    shapes = [getattr(atom.aval, "shape", ()) for atom in (*eqn.invars, *eqn.outvars[:1])]
+    dims = product_dims(eqn, shapes[:-1], shapes[-1])
+    return 0 if dims is None else 2 * math.prod(dims)
 
 
 def _runnable(closed: Any, task: Task) -> tuple[PyTree, Callable[..., list[Any]]]:

@@ -12,11 +12,12 @@ PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
 def product_dims(
     eqn: Any, shapes: Sequence[Sequence[int]], out: Sequence[int]
 ) -> ProductDims | None:
-    """Return `(m, n, k, batch)` of a matrix product or a convolution; of other equations None.
+    """Return `(m, n, k, batch)` of a product, also of groups, or a convolution; of others None.
 
     `shapes` of the operands and `out` of the result are those on one device.
 
-        x (8, 64, 32) @ w (32, 16)      (512, 16, 32, 1)
+        x (8, 64, 32) @ w (32, 16)                    (512, 16, 32, 1)
+        ragged_dot(x (512, 32), w (8, 32, 16))        (512, 16, 32, 8)
     """
     if eqn.primitive.name == "dot_general":
         (left_sum, _), (left_batch, _) = eqn.params["dimension_numbers"]
@@ -24,6 +25,15 @@ def product_dims(
         batch = math.prod(shapes[0][d] for d in left_batch)
         m = math.prod(shapes[0]) // max(1, k * batch)
         return m, math.prod(out) // max(1, m * batch), k, batch
+    if (
+        eqn.primitive.name == "ragged_dot_general"
+    ):  # as XLA without a kernel: all rows by each
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (left_sum, right_sum), (left_batch, right_batch) = numbers.dot_dimension_numbers
+        k, batch = (math.prod(shapes[0][d] for d in dims) for dims in (left_sum, left_batch))
+        of_groups = {*right_sum, *right_batch, *numbers.rhs_group_dimensions}
+        n = math.prod(size for d, size in enumerate(shapes[1]) if d not in of_groups)
+        return math.prod(shapes[0]) // max(1, k * batch), n, k, batch * shapes[2][-1]
     if eqn.primitive.name == "conv_general_dilated":
         numbers = eqn.params["dimension_numbers"]
         n = shapes[1][numbers.rhs_spec[0]]

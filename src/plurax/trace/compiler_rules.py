@@ -40,6 +40,7 @@ class CompilerRules:
     - `joins_kernels`: whether kernels over the same numbers are joined to one with several outputs
       (`plurax.trace.several_outputs`). Seconds count that, memory does not.
     - `overlaps`: whether collectives run beside other work, for which gradients wait.
+    - `skips_groups`: whether `ragged_dot` multiplies rows with the weights of their group alone.
     - `order`: of kernels.
     - `size`: the bytes of an array in memory; the flag says that nothing but products reads it.
     - `without_loops`: the rules of a program that has no loop, where they are others; its seconds
@@ -59,6 +60,7 @@ class CompilerRules:
     fuses_operands: bool
     joins_kernels: bool
     overlaps: bool
+    skips_groups: bool
     order: Order
     size: Callable[[Value, bool], int]
     margin: float

@@ -96,6 +96,11 @@ class Flattener:
             dims = product_dims(eqn, (left.shape, right.shape), eqn.outvars[0].aval.shape)
             precision = str(params["precision"])
             params = {"product": dims, "dtype": str(left.dtype), "precision": precision}
+        elif name == "ragged_dot_general":
+            shapes = [var.aval.shape for var in eqn.invars]
+            dims = product_dims(eqn, shapes, eqn.outvars[0].aval.shape)
+            groups = params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+            params = {"product": dims, "dtype": str(eqn.invars[0].aval.dtype), "rows": bool(groups)}
         elif name == "conv_general_dilated":
             left, right = (var.aval for var in eqn.invars)
             params = {**params, "kernel": right.shape, "dtype": str(left.dtype)}

@@ -273,7 +273,7 @@ def _of_kernel(
     product = next((op for op in kernel.ops if op.name in PRODUCTS or "product" in op.params), None)
     if product is not None:
         count = product.params.get("count", 1)
-        return Work({_product(product, moved // count): count}, kernels=1)
+        return Work({_product(product, moved // count, kernel.rules): count}, kernels=1)
     if root.name == "operand" and len(kernel.ops) == 1:  # XLA's own, and not on every device
         return Work()
     return Work(other_flops=_flops(kernel.ops), bytes=moved, kernels=1)
@@ -307,10 +307,12 @@ def _stack_bytes(kernel: Kernel) -> int:
     return kernel.root.outputs[0].bytes if kernel.root.name == "stack" else 0
 
 
-def _product(op: Op, moved: int) -> Product:
+def _product(op: Op, moved: int, rules: CompilerRules) -> Product:
     """Return the matrix product of an operation, or the one that a convolution amounts to."""
     if op.name != "conv_general_dilated":
         m, n, k, batch = op.params["product"]
+        if op.name == "ragged_dot_general" and rules.skips_groups and op.params["rows"]:
+            batch = 1
         return Product(m, n, k, batch, op.params["dtype"], moved)
     kernel, out = op.params["kernel"], op.outputs[0].size
     columns = kernel[op.params["dimension_numbers"].rhs_spec[0]]

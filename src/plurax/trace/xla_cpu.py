@@ -46,6 +46,7 @@ RULES = CompilerRules(
     fuses_operands=False,
     joins_kernels=False,
     overlaps=False,
+    skips_groups=False,
     order="breadth first",
     size=lambda value, multiplied: value.bytes,
     margin=0.0,

@@ -37,6 +37,7 @@ RULES = dataclasses.replace(
     fuses_epilogues=True,
     joins_kernels=True,
     overlaps=True,
+    skips_groups=False,
     order="least memory",
     margin=0.12,
 )

@@ -73,6 +73,7 @@ LOOPS = dataclasses.replace(
     fuses_chains=False,
     fuses_epilogues=False,
     overlaps=False,
+    skips_groups=True,
     order="depth first",
     size=_bytes,
     margin=0.23,

@@ -80,7 +80,7 @@ def decided(
         return bind(eqn, shards, **changed)
 
     product = None
-    if eqn.primitive.name in PRODUCTS:
+    if eqn.primitive.name in (*PRODUCTS, "ragged_dot_general"):
         sizes = context.axes.sizes
         shapes = [one.sharding.shard_shape(one.versions.shape, sizes) for one in operands]
         product = product_dims(eqn, shapes, outputs[0].array.shape)
