@@ -184,7 +184,7 @@ class RowFunction:
     - `groups` and `result_groups`, the dims of the groups of weights.
     - `cotangents`, how many of the rows, the last ones, are zeros where there is no row, so that it
       adds nothing.
-    - `adds_up`, whether the function or its gradient adds up all rows of a device.
+    - `adds_up`, whether its gradient adds up all rows of a device.
     - `devices`; `first`, of the rows that are sent first; None: they are computed as all others.
     """
 
@@ -362,7 +362,7 @@ class _SentRegion:
             self._groups,
             tuple(dim for dim, leaf in by_group if leaf is not None),
             cotangents,
-            self._adds_up and (cotangents > 0 or first is not None),
+            self._adds_up,
             self._devices,
             first,
         )

@@ -25,9 +25,7 @@ def product_dims(
         batch = math.prod(shapes[0][d] for d in left_batch)
         m = math.prod(shapes[0]) // max(1, k * batch)
         return m, math.prod(out) // max(1, m * batch), k, batch
-    if (
-        eqn.primitive.name == "ragged_dot_general"
-    ):  # as XLA without a kernel: all rows by each
+    if eqn.primitive.name == "ragged_dot_general":  # as XLA without a kernel: all rows by each
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         (left_sum, right_sum), (left_batch, right_batch) = numbers.dot_dimension_numbers
         k, batch = (math.prod(shapes[0][d] for d in dims) for dims in (left_sum, left_batch))

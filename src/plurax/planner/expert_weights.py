@@ -17,7 +17,6 @@ import jax
 from jaxtyping import PyTree
 
 from plurax import tree
-from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import initial
 from plurax.execute.rows import abstract_rows
 from plurax.jaxpr.compat import Scan, is_call_or_remat
@@ -51,12 +50,13 @@ def fields_of_rows_sent(
 def expert_rules(task: Task, batch: PyTree, devices: int) -> dict[str, Entries]:
     """Return rules that split the weights of experts over `data`, by parameter.
 
-    Of weights whose experts so many devices do not divide there is none. `batch`: as
-    `jax.ShapeDtypeStruct`s.
+    Of weights whose experts so many devices do not divide there is none. `task` is not coupled;
+    `batch`: as `jax.ShapeDtypeStruct`s.
     """
-    states = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
-    closed = jax.make_jaxpr(gradient(task, "float32"))(*states, abstract_rows(batch))
-    parameters = tree.named_leaves(states[0])
+    params, _ = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
+    rows = abstract_rows(batch)
+    closed = jax.make_jaxpr(task.loss)(params, rows.batch, rows.keys)
+    parameters = tree.named_leaves(params)
     walk = _GroupWalk()
     origins = [(path, tuple(range(leaf.ndim))) for path, leaf in parameters.items()]
     rest = [None] * (len(closed.jaxpr.invars) - len(origins))
