@@ -329,8 +329,11 @@ def _dropped(x, keys):
     return jnp.where(kept, x / 0.9, 0)
 
 
-def transformer_stack(dtype=jnp.float32, depth=LAYERS, tied=True):
-    """A stack of transformer layers; the head's table is the embedding's."""
+def transformer_stack(dtype=jnp.float32, depth=LAYERS, tied=True, attention=None):
+    """A stack of transformer layers; the head's table is the embedding's.
+
+    `attention`: of queries, keys and values `(B, T, N, H)`; None: as equations.
+    """
 
     def normal(key, *shape):
         return jax.random.normal(key, shape, dtype) * 0.15
@@ -348,10 +351,13 @@ def transformer_stack(dtype=jnp.float32, depth=LAYERS, tied=True):
     def block(params, x, batch, keys):
         normed = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
         q, k, v = jnp.einsum("btd,dchk->cbthk", normed, params["qkv"])
-        scores = jnp.einsum("bthk,bshk->bhts", q, k)
-        seen = jnp.tril(jnp.ones(scores.shape[2:], bool))
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
-        mixed = jnp.einsum("bhts,bshk,hkd->btd", weights, v, params["attention_out"])
+        if attention is None:
+            scores = jnp.einsum("bthk,bshk->bhts", q, k)
+            seen = jnp.tril(jnp.ones(scores.shape[2:], bool))
+            weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+            mixed = jnp.einsum("bhts,bshk,hkd->btd", weights, v, params["attention_out"])
+        else:
+            mixed = jnp.einsum("bthk,hkd->btd", attention(q, k, v), params["attention_out"])
         x = px.sharding.name(x + _dropped(mixed, keys), "residual")
         hidden = jax.nn.gelu(x @ params["hidden"] + row(params["bias"], x))
         return px.sharding.name(x + hidden @ params["out"], "residual")

@@ -218,6 +218,7 @@ def test_members_equal_one_device():
         plan = px.Plan(data=2, shardings=SPLIT, **fields)
         task = mixtures.task_of(mixtures.sorted_rows)
         program = px.compile(task, optax.sgd(0.1), plan, mixtures.batch_of(), members=px.Members(2))
+        assert "all-to-all" in {one.kind for one in program.collectives()}
         state, metrics = program.step(program.init(), mixtures.batch_of())
         params = program.to_canonical(state).params
         for seed in range(2):

@@ -210,6 +210,22 @@ def test_no_array_of_queries_by_keys_is_in_the_compiled_step(remat):
     assert streamed.memory().temporaries < program.memory().temporaries / 2
 
 
+def test_members_hold_no_such_array_and_send_keys_around():
+    """Their tasks are made one by one, in the step."""
+    batch = {"x": jnp.ones((4, TOKENS, 8), "float32")}
+    program, streamed = (
+        px.compile(models.attention_task(8, 2), optax.sgd(0.1), plan, batch, members=px.Members(2))
+        for plan in (px.Plan(chunk=1), px.Plan(chunk=1, stream=16))
+    )
+    assert holds_all(program.compiled_step.as_text())
+    assert not holds_all(streamed.compiled_step.as_text())
+    plan = px.Plan(member=2, context=2, stream=4, **RING)
+    batch = {"x": jnp.ones((4, 16, 8), "float32")}
+    task = models.attention_task(8, 2)
+    program = px.compile(task, optax.sgd(0.1), plan, batch, members=px.Members(2))
+    assert "collective-permute" in {one.kind for one in program.collectives()}
+
+
 @pytest.mark.ci
 def test_memory_grows_with_tokens_and_not_with_their_square():
     def temporaries(tokens):

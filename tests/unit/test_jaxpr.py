@@ -30,7 +30,14 @@ from plurax.partition.operators import RULES
 NEWER_JAX = jax.__version_info__ >= (0, 12)
 ABSENT = compat.ONLY_OLDER if NEWER_JAX else compat.ONLY_NEWER
 SOURCE = Path(px.__file__).parent
-ATTENTION = ("dropout_rate", "layout", "mask_type", "variadic_args")
+ATTENTION = (
+    "dropout_rate",
+    "layout",
+    "mask_type",
+    "scale",
+    "sliding_window_length",
+    "variadic_args",
+)
 PARAMETERS = {
     "all_gather_invariant": ("all_gather_dimension", "axis_name", "tiled"),
     "argmax": ("axes", "index_dtype"),
@@ -51,10 +58,10 @@ PARAMETERS = {
     "cumsum": ("axis", "reverse"),
     "custom_jvp_call": ("call_jaxpr",),
     "custom_linear_solve": ("const_lengths", "jaxprs"),
-    "custom_vjp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("bwd", "call_jaxpr", "num_consts"),
     "dot_general": ("dimension_numbers", "out_sharding", "precision", "preferred_element_type"),
     "dot_product_attention_bwd_wrapper": ATTENTION,
-    "dot_product_attention_fwd_wrapper": ATTENTION,
+    "dot_product_attention_fwd_wrapper": (*ATTENTION, "is_training"),
     "dynamic_slice": ("slice_sizes",),
     "fft": ("fft_lengths",),
     "gather": ("dimension_numbers", "fill_value", "mode", "slice_sizes"),
@@ -194,8 +201,8 @@ def test_every_name_in_the_code_is_a_primitive():
 
 
 def test_every_parameter_in_the_code_is_in_the_table():
-    # Of `annotate`, `order_after` and `at_experts`.
-    ours = {"tag", "batch", "transposed", "free_on_cpu", "function"}
+    # Of `annotate`, `order_after`, `at_experts` and `attend`.
+    ours = {"tag", "batch", "transposed", "free_on_cpu", "function", "kernel"}
     known = {name for names in PARAMETERS.values() for name in names} | ours
     for path, tree, _ in reading_modules():
         assert set(read_parameters(tree)) <= known, path

@@ -34,7 +34,7 @@ from jaxtyping import Array, Int, PyTree
 from plurax import errors
 from plurax.distributed.global_arrays import put
 from plurax.execute.backends.backend import Backend
-from plurax.execute.backends.choose import make_backend
+from plurax.execute.backends.choose import make_backend, planned_task
 from plurax.execute.compact_layout import with_compact_gradients
 from plurax.execute.compiler_options import Options
 from plurax.execute.gradient import Totals
@@ -209,7 +209,7 @@ class Population(StepFunctions):
         task, optimizer = self.make(member.hyper)
         if platform_of(self.mesh) == "tpu":
             optimizer = with_compact_gradients(optimizer)
-        return self.backend.of(task, optimizer)
+        return self.backend.of(planned_task(task, self.plan), optimizer)
 
     def trim(self, values: PyTree) -> PyTree:
         """Drop the members that fill the slots, from leaves `(slots, ...)`."""

@@ -81,3 +81,9 @@ def stack_blocks(array: Array, dim: int, block: int) -> Array:
         array = lax.slice_in_dim(array, 0, count * block, axis=dim)
     shape = (*array.shape[:dim], count, block, *array.shape[dim + 1 :])
     return jnp.moveaxis(array.reshape(shape), dim, 0)
+
+
+def unstack_blocks(stack: Array, dim: int) -> Array:
+    """Return blocks `(n, ..., block, ...)` as one array, along a dim of a block."""
+    blocks = jnp.moveaxis(stack, 0, dim)
+    return blocks.reshape(*blocks.shape[:dim], -1, *blocks.shape[dim + 2 :])

@@ -90,6 +90,20 @@ ONLY_NEWER = frozenset(["log2", "one_minus_square"])
 """Primitives of JAX 0.12 that JAX 0.10 does not have."""
 
 
+def derivative_of(eqn: Any) -> tuple[Callable[..., Any], list[Any]] | None:
+    """Return the backward function of a `custom_vjp_call`, as its library wrote it, and the
+    arguments that are constant for it (`nondiff_argnums`), which come first.
+
+    None where JAX keeps them in another way.
+    """
+    wrapped = eqn.params["bwd"]
+    transforms = dict(getattr(wrapped, "transforms", ()))
+    constants = [args for by, args in transforms.items() if by.__name__ == "_prepend_static_args"]
+    if not hasattr(wrapped, "f") or len(constants) != 1:
+        return None
+    return wrapped.f, [one.val for one in constants[0][0]]
+
+
 def open_jaxpr(inner: Any) -> tuple[Any, list[Any]]:
     """Return the jaxpr and the constants of a closed or an open jaxpr."""
     if isinstance(inner, ClosedJaxpr):

@@ -4,18 +4,27 @@ Attention says which dim is that of tokens: the queries' dim, and the keys'. Wha
 returns is annotated here, and `over_tokens.py` follows these dims to where they begin.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jaxtyping import Array
 
 from plurax.jaxpr.annotate import over_context
+from plurax.jaxpr.barrier import order_after, pick_dependency
 from plurax.jaxpr.equal_dims import equal_dims, shape_of
 from plurax.jaxpr.follow_dim import Region
 from plurax.jaxpr.masked_queries import Queries
 from plurax.jaxpr.token_order import Order, OrderMark, marked
 from plurax.plan import ContextStrategy
+
+RING = "plurax_ring"
+"""The scope of a loop whose blocks go around in a ring of devices: their order does not matter."""
+
+GATHERED = "plurax_gathered"
+"""The scope of a loop each of whose devices needs the blocks of all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +102,27 @@ class Context:
             split.append(array)
         return split
 
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """Return the scope of a loop over blocks: whether these go around in a ring."""
+        return jax.named_scope(RING if self.strategy == "ring" else GATHERED)
+
+    def received(self, stacks: Sequence[Any], order: Order, by: Sequence[Array] = ()) -> list[Any]:
+        """Return stacks of blocks as the loops over them read them.
+
+        All blocks on each device, where loops over ranges would gather them one after another, and
+        again in the derivative. Those of a ring stay where they are; in the derivative after its
+        cotangents, `by`, or a compiler would keep what the forward pass received.
+        """
+        if self.strategy != "ring":
+            return (
+                list(stacks)
+                if order.devices == 1
+                else [None if x is None else over_context(x, None) for x in stacks]
+            )
+        known = [x for x in stacks if x is not None]
+        tied = iter(order_after(known, pick_dependency(by)) if by else known)
+        return [None if x is None else next(tied) for x in stacks]
+
     def of_places(self, region: Region, places: Array, label: int) -> Array:
         """Return the places along a dim, split over `context` if its label is that of tokens.
 
@@ -112,6 +142,11 @@ class Context:
         sizes = region.sizes
         divided = [label for label in region.shared if sizes[label] % self.devices == 0]
         return divided[-1] if divided else None
+
+
+def own_blocks(stacks: Sequence[Array], order: Order) -> Array:
+    """Return the gradients of the blocks of ranges, joined, on each device those of its own."""
+    return order.concatenated([over_context(x, 0) if order.devices > 1 else x for x in stacks])
 
 
 def _in_order(region: Region, queries: Queries, arrays: Sequence[Array]) -> list[Array]:

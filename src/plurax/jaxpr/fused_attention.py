@@ -27,13 +27,13 @@ FUSED_ATTENTION = FORWARD | BACKWARD
 Dims = tuple[str | None, ...]
 """For each dim its letter if it may be split."""
 
-_HEADS_LAST, _HEADS_FIRST = 0, 1
+_HEADS_LAST, HEADS_FIRST = 0, 1
 """The values of the parameter `layout` of (B, T, N, H) and (B, N, T, H)."""
 _OPERANDS = 10
 """Of the forward operation: q, k, v, bias, two lengths, two offsets, two tables of pages."""
 
 
-def split_dims(eqn: Any) -> tuple[list[Dims], list[Dims]] | None:
+def fused_dims(eqn: Any) -> tuple[list[Dims], list[Dims]] | None:
     """Return the letters of an operation's operands and of its results; None if nothing of it may
     be split.
 
@@ -45,13 +45,13 @@ def split_dims(eqn: Any) -> tuple[list[Dims], list[Dims]] | None:
     params, shapes = eqn.params, [tuple(var.aval.shape) for var in eqn.invars]
     bias, rows, rest = shapes[3], shapes[4:6], shapes[6:_OPERANDS]
     known = _OPERANDS + (0 if eqn.primitive.name in FORWARD else 3)
-    if len(shapes) != known or params["layout"] not in (_HEADS_LAST, _HEADS_FIRST):
+    if len(shapes) != known or params["layout"] not in (_HEADS_LAST, HEADS_FIRST):
         return None
     if params["dropout_rate"] or any(shape != (0,) for shape in rest):
         return None
     if params["variadic_args"][1] or getattr(params["mask_type"], "name", "") == "ALIBI":
         return None
-    heads_first = params["layout"] == _HEADS_FIRST
+    heads_first = params["layout"] == HEADS_FIRST
     query: Dims = ("B", "N", None, None) if heads_first else ("B", None, "N", None)
     one_head = shapes[1][1 if heads_first else 2] == 1
     key: Dims = tuple(None if one_head and letter == "N" else letter for letter in query)
@@ -68,7 +68,21 @@ def split_dims(eqn: Any) -> tuple[list[Dims], list[Dims]] | None:
     return [*operands, statistics, query, query], [query, key, key]
 
 
-def attention_products(eqn: Any, shapes: Sequence[Sequence[int]]) -> tuple[int, ProductDims]:
+def is_plain(eqn: Any) -> bool:
+    """Whether a forward operation reads q, k and v alone, all keys or those of a causal mask."""
+    params, shapes = eqn.params, [tuple(var.aval.shape) for var in eqn.invars]
+    mask, window = params["mask_type"].name, params["sliding_window_length"]
+    return (
+        len(shapes) == _OPERANDS
+        and params["layout"] in (_HEADS_LAST, HEADS_FIRST)
+        and not params["dropout_rate"]
+        and all(shape == (0,) for shape in shapes[3:])
+        and mask in ("NO_MASK", "CAUSAL")
+        and window is None
+    )
+
+
+def fused_products(eqn: Any, shapes: Sequence[Sequence[int]]) -> tuple[int, ProductDims]:
     """Return how many products an operation has, and the dims `(m, n, k, batch)` of each.
 
     Two forward and five backward, which computes the scores once more. A causal mask leaves half of
@@ -78,11 +92,11 @@ def attention_products(eqn: Any, shapes: Sequence[Sequence[int]]) -> tuple[int, 
     >>> mask = Eqn(name="CAUSAL")
     >>> (name,) = BACKWARD
     >>> eqn = Eqn(primitive=Eqn(name=name), params={"layout": 0, "mask_type": mask})
-    >>> attention_products(eqn, [(4, 1024, 8, 64), (4, 512, 2, 64)])
+    >>> fused_products(eqn, [(4, 1024, 8, 64), (4, 512, 2, 64)])
     (5, (512, 512, 64, 32))
     """
     (rows, tokens, heads, width), keys = shapes[0], shapes[1][1]
-    if eqn.params["layout"] == _HEADS_FIRST:
+    if eqn.params["layout"] == HEADS_FIRST:
         tokens, heads, keys = heads, tokens, shapes[1][2]
     causal = "CAUSAL" in getattr(eqn.params["mask_type"], "name", "")
     size = max(tokens // 2, 1) if causal else tokens

@@ -36,7 +36,6 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 from jaxtyping import Array
 
-from plurax.jaxpr.annotate import over_context
 from plurax.jaxpr.barrier import order_after, pick_dependency
 from plurax.jaxpr.block_arrays import (
     combine,
@@ -51,7 +50,7 @@ from plurax.jaxpr.block_arrays import (
     wide_dtype,
     zero_blocks,
 )
-from plurax.jaxpr.context import Context
+from plurax.jaxpr.context import Context, own_blocks
 from plurax.jaxpr.equal_dims import shape_of
 from plurax.jaxpr.follow_dim import Region, own_dims
 from plurax.jaxpr.forms import EXTREMES, Form
@@ -63,12 +62,6 @@ from plurax.tree import sum_dtype
 
 STREAMED = "plurax_stream"
 """The name of what the derivative keeps, for rematerialization."""
-
-RING = "plurax_ring"
-"""The scope of a loop whose blocks go around in a ring of devices: their order does not matter."""
-
-GATHERED = "plurax_gathered"
-"""The scope of a loop each of whose devices needs the blocks of all."""
 
 _Body = Callable[[list[Any], Any, int, list[Any]], tuple[list[Any], list[Any]]]
 """From what is carried, the first key of a block, their number and the inputs of the block, to what
@@ -192,7 +185,7 @@ class KeyBlocks:
 
             return body
 
-        blocks = self._starts(constant + stacked), self._gathered(stacked), ends
+        blocks = self._starts(constant + stacked), self._received(stacked), ends
         shift, sums = self._empty()
         (shift, *sums), _, _ = self._over_blocks(
             of_queries, [shift, *sums], self._carried_rows, blocks, [None] * len(stacked)
@@ -200,15 +193,9 @@ class KeyBlocks:
         shift, sums = jax.tree.map(lambda x: checkpoint_name(x, STREAMED), (shift, sums))
         return self._finish(sums, shift, beside), (constant, stacked, ends, beside, shift, sums)
 
-    @property
-    def _goes_around(self) -> bool:
-        return self._context is not None and self._context.strategy == "ring"
-
     def _scope(self) -> contextlib.AbstractContextManager[None]:
-        """Return the scope of the loop over blocks: whether these go around in a ring."""
-        if self._context is None:
-            return contextlib.nullcontext()
-        return jax.named_scope(RING if self._goes_around else GATHERED)
+        """Return the scope of the loop over blocks."""
+        return contextlib.nullcontext() if self._context is None else self._context.scope()
 
     def _starts(self, arrays: Sequence[Any]) -> Array:
         """Return the first key of each whole block.
@@ -292,7 +279,7 @@ class KeyBlocks:
             carry = self._order.with_parts(carry, own, dims, seen)
             of_groups.append(of_rows)
         of_stacked = [
-            None if x[0] is None else self._order.concatenated(list(map(self._own_blocks, x)))
+            None if x[0] is None else own_blocks(x, self._order)
             for x in zip(*of_groups, strict=True)
         ]
         seen, of_ends = self._queries.rest, [None] * len(ends)
@@ -306,16 +293,11 @@ class KeyBlocks:
             carry = self._order.with_parts(carry, own, dims, seen)
         return carry, of_stacked, of_ends
 
-    def _gathered(self, stacked: Sequence[Any]) -> list[Any]:
-        """Return stacks of blocks with all blocks on each device, where groups would gather them
-        one after another, and again in the derivative."""
-        if self._order.devices == 1 or self._goes_around:
+    def _received(self, stacked: Sequence[Any], by: Sequence[Array] = ()) -> list[Any]:
+        """Return stacks of blocks as devices receive them, where tokens are split."""
+        if self._context is None:
             return list(stacked)
-        return [None if x is None else over_context(x, None) for x in stacked]
-
-    def _own_blocks(self, stack: Array) -> Array:
-        """Return the gradients of a group's blocks, on each device those of its own blocks."""
-        return over_context(stack, 0) if self._order.devices > 1 else stack
+        return self._context.received(stacked, self._order, by)
 
     def _added(
         self, carry: Any, parts: Sequence[Any], start: Any, size: int, seen: Range | None
@@ -568,16 +550,11 @@ class KeyBlocks:
 
             return body
 
-        if self._goes_around:
-            # Or a compiler would keep what the forward pass received for the backward pass.
-            known = [x for x in stacked if x is not None]
-            tied = iter(order_after(known, pick_dependency(cotangents)))
-            stacked = [None if x is None else next(tied) for x in stacked]
         totals = [
             None if x is None else jnp.zeros(x.shape, wide_dtype(x.dtype))
             for x in floating(constant, perturbed[0])
         ]
-        blocks = self._starts(cotangents), self._gathered(stacked), ends
+        blocks = self._starts(cotangents), self._received(stacked, cotangents), ends
         moved = floating(stacked, perturbed[1])
         totals, of_stacked, of_ends = self._over_blocks(
             of_queries, totals, self._rows, blocks, moved

@@ -13,8 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from plurax.jaxpr.attention_kernels import ATTENTION
 from plurax.jaxpr.compat import ANNOTATIONS, ELEMENTWISE, REDUCTIONS
-from plurax.jaxpr.fused_attention import FUSED_ATTENTION
 
 Levels = np.ndarray
 NONE, MAY, DOES = 0, 1, 2
@@ -35,7 +35,7 @@ _KEYS = frozenset([
     "random_seed", "random_split", "random_unwrap", "random_wrap", "threefry2x32",
 ])
 """The leading dims of operands and result are the same."""
-_TRAILING = {"lu_pivots_to_permutation": 1, **dict.fromkeys(FUSED_ATTENTION, 3), **dict.fromkeys([
+_TRAILING = {"lu_pivots_to_permutation": 1, **dict.fromkeys(ATTENTION, 3), **dict.fromkeys([
     "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "ormqr", "qr",
     "schur", "svd", "symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve",
 ], 2)}

@@ -8,6 +8,9 @@ function is searched for such products, also in loops over layers, and evaluated
     q · k of two activations              keys, if there are more than `block`
     x · w of an activation, a parameter   nothing: no array of it grows with tokens by tokens
     a · b of two embeddings, with labels  nothing: a gather takes the keys apart; a warning says so
+
+A kernel of a library (`attention_kernels.py`) is left as it is, but where tokens are split over
+devices: there it computes on blocks of keys as well (`kernel_blocks.py`).
 """
 
 import dataclasses
@@ -15,9 +18,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from plurax import errors
+from plurax.jaxpr.attention_kernels import calls_kernel, kernel_of
 from plurax.jaxpr.bodies import Body, Regions, by_jaxpr
 from plurax.jaxpr.context import Context
 from plurax.jaxpr.equal_dims import shape_of
@@ -28,10 +32,11 @@ from plurax.jaxpr.interpret import (
     source_line,
     variables,
 )
+from plurax.jaxpr.kernel_blocks import KernelBlocks, KernelRegion
 from plurax.jaxpr.key_blocks import KeyBlocks
 from plurax.jaxpr.masked_queries import WORTHWHILE, Queries, seen_queries
 from plurax.jaxpr.over_tokens import over_tokens
-from plurax.jaxpr.token_order import Order
+from plurax.jaxpr.token_order import BY_PLACES, Order
 from plurax.user_frames import warn
 
 
@@ -100,10 +105,17 @@ def streamed(
 def _regions_of(options: StreamOptions) -> Regions:
     """Return how attention is found, and evaluated in blocks."""
 
-    def find(body: Body) -> list[Region]:
-        return _regions(body.eqns, body.results, body.of_rows, options)
+    context = options.context
 
-    def apply(region: Region, body: Body, values: Mapping[Any, Any]) -> Sequence[Any]:
+    def find(body: Body) -> list[Region | KernelRegion]:
+        regions = _regions(body.eqns, body.results, body.of_rows, options)
+        return [*regions, *([] if context is None else _kernels(body.eqns, context))]
+
+    def apply(
+        region: Region | KernelRegion, body: Body, values: Mapping[Any, Any]
+    ) -> Sequence[Any]:
+        if isinstance(region, KernelRegion):
+            return [_by_kernel(region, options, *(values[var] for var in region.operands))]
         queries = functools.partial(
             seen_queries, eqns=body.eqns, inputs=body.inputs, constants=body.constants
         )
@@ -111,7 +123,7 @@ def _regions_of(options: StreamOptions) -> Regions:
         inputs = [values[var] for var, _ in region.inputs]
         return stream(inputs, [values[var] for var in stream.beside])
 
-    return Regions(find, apply, _has_products)
+    return Regions(find, apply, _has_products if context is None else _has_attention)
 
 
 def _key_blocks(region: Region, options: StreamOptions, find: Callable[..., Queries]) -> KeyBlocks:
@@ -133,6 +145,47 @@ def _key_blocks(region: Region, options: StreamOptions, find: Callable[..., Quer
         if seen.order == order:
             return KeyBlocks(region, smaller, context, seen)
     return KeyBlocks(region, block, context)
+
+
+def _by_kernel(region: KernelRegion, options: StreamOptions, *operands: Array) -> Array:
+    """Return the result of a kernel on parts of the keys, or of the heads."""
+    context, order = options.context, BY_PLACES
+    assert context is not None
+    if region.exchanges_heads(context):
+        return KernelBlocks(region.kernel, context, order).with_heads(*operands)
+    if options.skip and region.order(context).devices > 1:
+        options.orders.append(region.kernel.causal or options.worthwhile == 1)
+        order = region.order(context) if options.orders[-1] else BY_PLACES
+    return KernelBlocks(region.kernel, context, order)(*operands)
+
+
+def _kernels(eqns: Sequence[Any], context: Context) -> list[KernelRegion]:
+    """Return the calls of kernels, and warn of those that need all tokens on each device."""
+    regions: list[KernelRegion] = []
+    for eqn in eqns:
+        kernel = kernel_of(eqn)
+        if kernel is not None:
+            region = KernelRegion(eqn, kernel)
+            reason = region.reason_against(context)
+            regions += [region] if reason is None else []
+        elif calls_kernel(eqn):
+            reason = "it has a bias, segments, lengths of rows, dropout or a window"
+        else:
+            continue
+        if reason is not None:
+            warn(
+                f"Plan(context={context.devices}): the attention by a kernel at "
+                f"{source_line([eqn]) or 'unknown'} is computed with all tokens on each device, "
+                f"because {reason}. Attention that is written as equations has no such limit.",
+                errors.StreamWarning,
+            )
+    return regions
+
+
+def _has_attention(jaxpr: Any) -> bool:
+    """Whether any product or kernel in a jaxpr may be attention."""
+    kernels = any(eqn.primitive.name == "custom_vjp_call" for eqn in all_equations(jaxpr))
+    return kernels or _has_products(jaxpr)
 
 
 def _has_products(jaxpr: Any) -> bool:

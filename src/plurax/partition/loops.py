@@ -27,7 +27,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
 from plurax.jaxpr.compat import Scan, open_jaxpr
-from plurax.jaxpr.key_blocks import GATHERED, RING
+from plurax.jaxpr.context import GATHERED, RING
 from plurax.partition.buckets import computed_at
 from plurax.partition.carry import Carry
 from plurax.partition.ring import AXIS, PLACED, Ring, goes_around, kind_of_stack

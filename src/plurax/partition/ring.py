@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array
 
 from plurax.jaxpr.compat import Scan
-from plurax.jaxpr.key_blocks import RING
+from plurax.jaxpr.context import RING
 from plurax.partition.values import ValueVersions
 from plurax.sharding.spec import TensorSharding
 

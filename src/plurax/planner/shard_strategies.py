@@ -24,7 +24,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from plurax.jaxpr.compat import ELEMENTWISE
-from plurax.jaxpr.fused_attention import FUSED_ATTENTION, split_dims
+from plurax.jaxpr.fused_attention import FUSED_ATTENTION, fused_dims
 from plurax.partition.operators import RULES
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import Decision, DeferredValue, ValueVersions
@@ -275,7 +275,7 @@ def _placements(eqn: Any, operands: Sequence[Tensor]) -> Iterator[Placement]:
     if name == "dot_general":
         yield from _of_product(eqn, shapes)
     elif name in FUSED_ATTENTION:
-        letters = (split_dims(eqn) or ([], []))[0]
+        letters = (fused_dims(eqn) or ([], []))[0]
         for letter in "BN" if letters else "":
             yield tuple(dims.index(letter) if letter in dims else None for dims in letters)
     elif name in _SAME_DIM or len(operands) > 3:

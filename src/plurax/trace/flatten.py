@@ -18,6 +18,7 @@ from typing import Any, final
 
 from jax.extend.core import Literal
 
+from plurax.jaxpr.attention_kernels import ATTENTION, attention_products
 from plurax.jaxpr.compat import (
     ELEMENTWISE,
     Scan,
@@ -27,7 +28,6 @@ from plurax.jaxpr.compat import (
     is_call_or_remat,
     open_jaxpr,
 )
-from plurax.jaxpr.fused_attention import FUSED_ATTENTION, attention_products
 from plurax.jaxpr.pallas import pallas_products
 from plurax.jaxpr.product_dims import product_dims
 from plurax.partition.scopes import IF_UNEVEN
@@ -104,7 +104,7 @@ class Flattener:
         elif name == "conv_general_dilated":
             left, right = (var.aval for var in eqn.invars)
             params = {**params, "kernel": right.shape, "dtype": str(left.dtype)}
-        elif name in FUSED_ATTENTION:
+        elif name in ATTENTION:
             count, dims = attention_products(eqn, [var.aval.shape for var in eqn.invars])
             params = {"product": dims, "count": count, "dtype": str(eqn.invars[0].aval.dtype)}
         elif name == "pallas_call" and (kernel := pallas_products(eqn)) is not None:

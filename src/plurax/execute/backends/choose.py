@@ -26,6 +26,18 @@ def needs_partitioner(task: Task, plan: Plan) -> bool:
     return plan.partitioned or (task.coupled and plan.data > 1)
 
 
+def planned_task(task: Task, plan: Plan) -> Task:
+    """Return the task with attention in blocks and rows at their experts, as a plan says."""
+    # Between stages tokens would be brought back to the order of their places.
+    ordered = plan.pipeline == 1
+    context = Context(plan.context, plan.context_strategy, ordered) if plan.context > 1 else None
+    # Of tokens that may be split over `tensor` a range would be gathered from others.
+    task = streamed_task(task, plan.stream, context, skip=plan.tensor == 1)
+    if plan.splits_experts and not task.coupled:
+        task = transformed_task(task, functools.partial(at_experts, devices=plan.data))
+    return task
+
+
 def make_backend(
     task: Task, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh, batch: PyTree
 ) -> Backend:
@@ -41,13 +53,7 @@ def make_backend(
             "every microbatch, and these have different numbers of them. Give one number for all: "
             f"microbatches={plan.most_microbatches}."
         )
-    # Between stages tokens would be brought back to the order of their places.
-    ordered = plan.pipeline == 1
-    context = Context(plan.context, plan.context_strategy, ordered) if plan.context > 1 else None
-    # Of tokens that may be split over `tensor` a range would be gathered from others.
-    task = streamed_task(task, plan.stream, context, skip=plan.tensor == 1)
-    if plan.splits_experts and not task.coupled:
-        task = transformed_task(task, functools.partial(at_experts, devices=plan.data))
+    task = planned_task(task, plan)
     if not needs_partitioner(task, plan):
         # A plan that splits only the batch runs the task's functions unchanged: XLA may fuse them.
         return ReplicatedBackend(task, optimizer, plan, platform=platform_of(mesh))

@@ -6,9 +6,9 @@ function from the operands' shards to the results' shards. It reads no array. An
 rule gets replicated inputs, which is always right.
 """
 
+from plurax.jaxpr.attention_kernels import ATTENTION
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
 from plurax.jaxpr.expert_rows import AT_EXPERTS
-from plurax.jaxpr.fused_attention import FUSED_ATTENTION
 from plurax.partition.operators import (
     attention,
     convolution,
@@ -71,7 +71,7 @@ RULES: dict[str, Rule] = {
         ],
         gather_scatter.scatter,
     ),
-    **dict.fromkeys(FUSED_ATTENTION, attention.fused_attention),
+    **dict.fromkeys(ATTENTION, attention.attention),
     "sort": shape_ops.single_dim_rule("dimension"),
     "split": shifts.split,
     "top_k": shape_ops.single_dim_rule("axis"),

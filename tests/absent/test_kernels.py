@@ -1,0 +1,82 @@
+"""What the compilers of GPUs and TPUs make of a kernel whose tokens are split over devices."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+
+import plurax as px
+
+ROWS, TOKENS, WIDTH, HEADS, SIZE = 2, 2048, 64, 8, 128
+RANGES = 4
+KERNELS = {"8xH100": "__cudnn$fmhaSoftmax", "v5p:2x2x1": "tpu_custom_call"}
+"""What a compiled kernel is called."""
+
+
+def of_cudnn(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def of_pallas(q, k, v):
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    return flash_attention(q, k, v, causal=True, sm_scale=SIZE**-0.5).swapaxes(1, 2)
+
+
+def compiled(target, strategy, monkeypatch):
+    # This machine has no cuDNN to ask for its version.
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda *_: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda *_: None)
+    attention = of_cudnn if "H100" in target else of_pallas
+
+    def init(key):
+        shape = WIDTH, HEADS, SIZE
+        return {name: jax.random.normal(key, shape, jnp.bfloat16) for name in "qkvo"}
+
+    def loss(params, batch, keys):
+        x = batch["x"]
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, params[name]) for name in "qkv")
+        x = x + jnp.einsum("btnh,dnh->btd", attention(q, k, v), params["o"])
+        return jnp.mean(x.astype(jnp.float32) ** 2, (1, 2))
+
+    batch = {"x": jax.ShapeDtypeStruct((ROWS, TOKENS, WIDTH), jnp.bfloat16)}
+    plan = px.Plan(context=4, stream=512, context_strategy=strategy)
+    devices = px.topology(target)[:4]
+    return px.compile(px.Task(init=init, loss=loss), optax.sgd(0.1), plan, batch, devices=devices)
+
+
+def sent(collectives):
+    """Bytes by kind, but for the sums of gradients."""
+    counts = collections.Counter()
+    for one in collectives:
+        counts[one.kind] += one.bytes * one.trips
+    return counts - collections.Counter({"all-reduce": counts["all-reduce"]})
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather", "heads"])
+@pytest.mark.parametrize("target", KERNELS)
+def test_kernels_compute_on_what_a_device_has(target, strategy, monkeypatch):
+    """Its own keys under a causal mask, and the keys of each range without one: in a ring before
+    its loop, in it and behind it."""
+    program = compiled(target, strategy, monkeypatch)
+    text = program.compiled_step.as_text()
+    planned = sent(program.planned_collectives())
+    if "H100" not in target:
+        planned.pop("reduce-scatter", None)  # on TPUs an all-reduce and a slice
+    assert planned == sent(program.collectives())
+    forward = {"ring": 1 + 3 * RANGES, "gather": 1 + RANGES, "heads": 1}[strategy]
+    if "H100" in target:
+        calls = text.count(f'"{KERNELS[target]}"'), text.count(f'"{KERNELS[target]}Backward"')
+        assert calls == (forward, forward)
+    else:  # two kernels of the backward pass
+        assert text.count(f'custom_call_target="{KERNELS[target]}"') == 3 * forward
+    keys = ROWS * TOKENS * HEADS * SIZE * 2
+    formula = {
+        "ring": {"collective-permute": (4 * 3 + 2 * 4) * keys // 4},
+        "gather": {"all-gather": 2 * keys, "reduce-scatter": 2 * keys // 4},
+        "heads": {"all-to-all": 8 * keys // 4},
+    }[strategy]
+    assert sent(program.planned_collectives()) == formula

@@ -1,0 +1,353 @@
+"""Attention by a library's kernel whose tokens are split over devices, against that of one device.
+
+A CPU has no such kernel: where these tests run, what a kernel computes is computed by its
+definition, with the log-sum-exp that it is given. What the compilers of TPUs and GPUs make of the
+kernels themselves is asserted in `tests/absent`.
+"""
+
+import collections
+import functools
+import importlib
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.interpreters import mlir
+from tests import models
+from tests.parity import test_fused_attention as whole
+from tests.parity import test_stream_plans as stream_plans
+
+import plurax as px
+from plurax.errors import StreamWarning
+from plurax.jaxpr.attention_kernels import (
+    PallasFlash,
+    attend_backward_p,
+    attend_p,
+    kernel_of,
+)
+from plurax.jaxpr.interpret import all_equations
+
+cudnn = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+flash = importlib.import_module("jax.experimental.pallas.ops.tpu.flash_attention")
+
+ROWS, WIDTH, HEADS, SIZE = 4, 8, 4, 8
+STRATEGIES = ("ring", "gather", "heads")
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+# --- By definition --------------------------------------------------------------------------------
+
+
+def scores_of(q, k, kernel):
+    """Return the scores `(..., N, T, S)`, -inf where a causal mask hides a key."""
+    q, k = (x if kernel.heads_first else x.swapaxes(-2, -3) for x in (q, k))
+    k = jnp.repeat(k, q.shape[-3] // k.shape[-3], -3)
+    scores = jnp.einsum("...th,...sh->...ts", q, k) * kernel.scale
+    if not kernel.causal:
+        return scores
+    return jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+
+
+def by_definition(q, k, v, *, kernel):
+    scores = scores_of(q, k, kernel)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    return [weighted(jnp.exp(scores - lse[..., None]), v, kernel), lse]
+
+
+def weighted(weights, v, kernel):
+    v = v if kernel.heads_first else v.swapaxes(-2, -3)
+    out = jnp.einsum(
+        "...ts,...sh->...th", weights, jnp.repeat(v, weights.shape[-3] // v.shape[-3], -3)
+    )
+    return out if kernel.heads_first else out.swapaxes(-2, -3)
+
+
+def backward_by_definition(q, k, v, out, lse, gradient, *, kernel):
+    """Dao 2023, section 3.1, with the whole row's `out` and `lse`: each once more, differentiated.
+
+    d weights = gradient · v;  d scores = weights (d weights - sum(gradient out))
+    """
+    weights = jnp.exp(scores_of(q, k, kernel) - lse[..., None])
+    of_weights, of_v = jax.vjp(lambda w, v: weighted(w, v, kernel), weights, v)[1](gradient)
+    delta = jnp.sum(gradient * out, -1)
+    delta = delta if kernel.heads_first else delta.swapaxes(-1, -2)
+    of_scores = weights * (of_weights - delta[..., None])
+    whole = kernel.whole()
+    of_q, of_k = jax.vjp(lambda q, k: scores_of(q, k, whole), q, k)[1](of_scores)
+    return [of_q, of_k, of_v]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lowered():
+    pairs = [
+        (attend_p, by_definition), (attend_backward_p, backward_by_definition),
+        (whole.FORWARD, whole.by_definition), (whole.BACKWARD, whole.backward_by_definition),
+    ]  # fmt: skip
+    for primitive, fun in pairs:
+        mlir.register_lowering(primitive, mlir.lower_fun(fun), platform="cpu")
+    with mock.patch.object(cudnn, "check_is_flash_attention"):  # of float64, and of any width
+        yield
+
+
+# --- Kernels, as users call them ------------------------------------------------------------------
+
+
+def of_cudnn(q, k, v, *, causal, heads_first=False, bias=None, scale=SIZE**-0.5):
+    """What `jax.nn.dot_product_attention` is traced to on a machine that has cuDNN."""
+    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    empty = jnp.zeros((0,), q.dtype)
+    given = empty if bias is None else bias.astype(q.dtype)
+    return cudnn._dot_product_attention(
+        q, k, v, given, *[empty] * 6, scale, 1, 0.0, (bias is not None, False), mask,
+        int(heads_first), None, 91000, False,
+    )  # fmt: skip
+
+
+def written_out(q, k, v, *, causal, heads_first=False):
+    """Softmax attention as equations, of heads in groups."""
+    q, k, v = (x.swapaxes(1, 2) if heads_first else x for x in (q, k, v))
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = jnp.einsum("btmgh,bsmh->bmgts", grouped, k) * SIZE**-0.5
+    if causal:
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+    out = jnp.einsum("bmgts,bsmh->btmgh", jax.nn.softmax(scores), v).reshape(q.shape)
+    return out.swapaxes(1, 2) if heads_first else out
+
+
+# --- A layer --------------------------------------------------------------------------------------
+
+
+def task_of(attention, key_heads=HEADS, heads_first=False):
+    shapes = {
+        "q": (WIDTH, HEADS, SIZE), "k": (WIDTH, key_heads, SIZE), "v": (WIDTH, key_heads, SIZE),
+        "o": (HEADS, SIZE, WIDTH),
+    }  # fmt: skip
+
+    def init(key):
+        keys = jax.random.split(key, len(shapes))
+        return {
+            name: 0.3 * jax.random.normal(key, shape)
+            for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+
+    def loss(params, batch, keys):
+        order = "bnth" if heads_first else "btnh"
+        q, k, v = (jnp.einsum(f"btd,dnh->{order}", batch["x"], params[name]) for name in "qkv")
+        out = jnp.einsum(f"{order},nhd->btd", attention(q, k, v), params["o"])
+        return jnp.mean((batch["x"] + jnp.tanh(out) - batch["y"]) ** 2, (1, 2))
+
+    return px.Task(init=init, loss=loss)
+
+
+def batch(tokens):
+    numbers = np.random.default_rng(0).normal(size=(2, ROWS, tokens, WIDTH))
+    numbers = numbers.astype(jnp.zeros(()).dtype)
+    return {"x": numbers[0], "y": numbers[1]}
+
+
+def trained(task, plan, tokens=32):
+    program = px.compile(task, optax.adam(1e-2), plan, batch(tokens))
+    state = program.init()
+    for _ in range(3):
+        state, metrics = program.step(state, batch(tokens))
+    return jax.device_get((state.params, metrics["loss"])), program
+
+
+@functools.cache
+def by_equations(key_heads, causal, heads_first):
+    attention = functools.partial(written_out, causal=causal, heads_first=heads_first)
+    return trained(task_of(attention, key_heads, heads_first), px.Plan())[0]
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("key_heads", "causal", "heads_first"),
+    [(4, True, False), (2, True, True), (1, True, False), (4, False, True), (2, False, False)],
+)
+def test_any_form_equals_attention_on_one_device(key_heads, causal, heads_first, strategy, devices):
+    attention = functools.partial(of_cudnn, causal=causal, heads_first=heads_first)
+    plan = px.Plan(context=devices, stream=8, context_strategy=strategy)
+    ours, _ = trained(task_of(attention, key_heads, heads_first), plan)
+    expected = by_equations(key_heads, causal, heads_first)
+    assert models.max_rel_error(ours, expected) < 1e-10
+
+
+def sent(program):
+    """Return the bytes that a step sends, by kind, but for the sum of the gradients."""
+    counts = collections.Counter()
+    for one in program.collectives():
+        counts[one.kind] += one.bytes * one.trips
+    return counts - collections.Counter({"all-reduce": counts["all-reduce"]})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_it_sends_what_equations_send(key_heads, strategy):
+    """Nothing of queries, and of keys and values as often as the formulas of the guide say."""
+    plan = px.Plan(context=2, stream=8, context_strategy=strategy)
+    _, kernel = trained(task_of(functools.partial(of_cudnn, causal=True), key_heads), plan)
+    _, equations = trained(task_of(functools.partial(written_out, causal=True), key_heads), plan)
+    assert sent(kernel) == sent(equations)
+    assert sent(kernel)
+
+
+def test_flash_attention_in_pallas_is_split_too():
+    """1,024 tokens in shares of 128, which are the fewest that its blocks have."""
+
+    def attention(q, k, v):
+        return flash.flash_attention(q, k, v, causal=True, sm_scale=SIZE**-0.5)
+
+    with jax.enable_x64(False):
+        plan = px.Plan(context=2, stream=8, context_strategy="ring")
+        ours, program = trained(task_of(attention, heads_first=True), plan, 1024)
+        equations = functools.partial(written_out, causal=True, heads_first=True)
+        expected, _ = trained(task_of(equations, heads_first=True), px.Plan(), 1024)
+    assert models.max_rel_error(ours, expected) < 1e-5
+    assert {one.kind for one in program.collectives()} == {"collective-permute", "all-reduce"}
+
+
+@pytest.mark.ci
+def test_flash_attention_in_pallas_is_what_its_definition_says():
+    """In Pallas' interpreter: forward, and backward on each half of the keys with the log-sum-exp
+    of all; of 1e30 each gradient is zero."""
+    from jax.experimental.pallas import tpu as pltpu  # a second to import
+
+    numbers = np.random.default_rng(0).normal(size=(4, 1, HEADS, 256, 128)).astype(np.float32)
+    with jax.enable_x64(False), pltpu.force_tpu_interpret_mode():
+        q, k, v, gradient = map(jnp.asarray, numbers)
+        causal = flash_kernel(q, k, v)
+        for kernel in (causal, causal.whole()):
+            for one, other in zip(
+                kernel.forward(q, k, v), by_definition(q, k, v, kernel=kernel), strict=True
+            ):
+                np.testing.assert_allclose(one, other, atol=3e-5)
+        out, lse = by_definition(q, k, v, kernel=kernel)
+        halves = [
+            kernel.backward(q, k[:, :, half], v[:, :, half], out, lse, gradient)
+            for half in (slice(128), slice(128, 256))
+        ]
+        expected = backward_by_definition(q, k, v, out, lse, gradient, kernel=kernel)
+        (of_q, *first), (more, *second) = halves
+        for one, other, whole in zip(first, second, expected[1:], strict=True):
+            np.testing.assert_allclose(jnp.concatenate([one, other], 2), whole, atol=3e-5)
+        np.testing.assert_allclose(of_q + more, expected[0], atol=3e-5)
+        nothing = kernel.backward(q, k, v, out, jnp.full_like(lse, 1e30), gradient)
+        assert not any(np.any(np.asarray(one)) for one in nothing)
+
+
+def flash_kernel(q, k, v):
+    def attention(q, k, v):
+        return flash.flash_attention(q, k, v, causal=True, sm_scale=0.1)
+
+    kernels = map(kernel_of, all_equations(jax.make_jaxpr(attention)(q, k, v).jaxpr))
+    (kernel,) = (one for one in kernels if one is not None)
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "sizes"),
+    [(2048, 2048, (512, 1024, 512)), (768, 384, (384, 384, 384)), (128, 640, (128, 640, 128))],
+)
+def test_blocks_of_a_part_divide_it(queries, keys, sizes):
+    blocks = flash.BlockSizes(
+        block_q=512, block_k_major=1024, block_k=512, block_b=2, block_q_major_dkv=512,
+        block_k_major_dkv=1024, block_k_dkv=512, block_q_dkv=256, block_k_major_dq=1024,
+        block_k_dq=512, block_q_dq=512,
+    )  # fmt: skip
+    fitted = PallasFlash(True, 1.0, True, blocks)._sizes(queries, keys)
+    assert (fitted.block_q, fitted.block_k_major, fitted.block_k) == sizes
+    for name, size in vars(fitted).items():
+        tokens = queries if "_q" in name else keys
+        assert tokens % size == 0
+
+
+# --- A transformer --------------------------------------------------------------------------------
+
+RING = {"context_strategy": "ring"}
+TENSOR = {"tensor": 2, "shardings": stream_plans.megatron()}
+PLANS = {
+    "ring": {"context": 2, **RING},
+    "ring of three": {"context": 3, **RING},
+    "gathered": {"context": 3},
+    "heads": {"context": 2, "context_strategy": "heads"},
+    "uneven": {"data": 4, "context": 2, "microbatches": (1, 2, 1, 1)},
+    "zero 1": {"data": 2, "context": 3, "zero": 1, **RING},
+    "zero 3": {"data": 2, "context": 3, "zero": 3, "remat": "full", **RING},
+    "dots, microbatches": {"context": 3, "remat": "dots", "microbatches": 2, **RING},
+    "tensor": {"context": 2, **RING, **TENSOR},
+    "sequence": {"context": 2, "tensor": 2, "shardings": stream_plans.megatron(True), **RING},
+    "pipeline": {"pipeline": 2, "context": 2, "microbatches": 2},
+    "pipeline, heads": {"pipeline": 2, "context": 2, "context_strategy": "heads"},
+}  # fmt: skip
+
+
+def outputs_of(plan, attention=None, members=None):
+    """Dropout, two sizes of batches, predict and evaluate."""
+    task = models.transformer_stack(np.float64, depth=3, attention=attention)
+    words = models.text(8, tokens=24)
+    program = px.compile(task, optax.adam(1e-2), plan, words, members=members)
+    state = program.init() if members else program.init(seed=3)
+    for size in (8, 5):
+        state, metrics = program.step(state, models.cut(words, size))
+    outputs, evaluated = program.predict(state, words), program.evaluate(state, words)
+    state = program.to_canonical(state)
+    return jax.device_get((state.params, state.opt_state, metrics, evaluated, outputs))
+
+
+def kernel(q, k, v):
+    return of_cudnn(q, k, v, causal=True, scale=1.0)
+
+
+@pytest.fixture(scope="module")
+def as_equations():
+    with jax.enable_x64(True):
+        return outputs_of(px.Plan())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_any_plan_equals_one_device(as_equations, name):
+    ours = outputs_of(px.Plan(stream=8, **PLANS[name]), kernel)
+    assert models.max_rel_error(ours, as_equations) < 1e-10
+
+
+def test_members_equal_those_by_equations():
+    three = px.Members(3)
+    plan = px.Plan(member=3, context=2, stream=8, **RING)
+    expected = outputs_of(px.Plan(chunk=1), members=three)
+    assert models.max_rel_error(outputs_of(plan, kernel, three), expected) < 1e-10
+
+
+# --- What cannot be split -------------------------------------------------------------------------
+
+BIAS = np.random.default_rng(1).normal(size=(1, HEADS, 32, 32))
+WHOLE = "is computed with all tokens on each device, because"
+
+
+@pytest.mark.parametrize(
+    ("attention", "devices", "reason"),
+    [
+        (lambda q, k, v: of_cudnn(q, k, v, causal=True, bias=jnp.asarray(BIAS)), 2,
+         "it has a bias, segments, lengths of rows, dropout or a window"),
+        (lambda q, k, v: of_cudnn(q, k[:, :30], v[:, :30], causal=True), 2,
+         "its causal mask is one of 32 queries and 30 keys"),
+        (lambda q, k, v: of_cudnn(q, k[:, :30], v[:, :30], causal=False), 4,
+         "4 devices do not divide 32 queries and 30 keys"),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_needs_all_tokens_says_so(attention, devices, reason):
+    """Beside attention by equations, whose tokens are split."""
+
+    def both(q, k, v):
+        return attention(q, k, v) + written_out(q, k, v, causal=True)
+
+    plan = px.Plan(context=devices, stream=8, **RING)
+    with pytest.warns(StreamWarning, match=f"{WHOLE} {reason}") as raised:
+        ours, _ = trained(task_of(both), plan)
+    (said,) = {str(one.message) for one in raised if one.category is StreamWarning}
+    assert "test_kernels_over_context.py" in said
+    assert models.max_rel_error(ours, trained(task_of(both), px.Plan())[0]) < 1e-10
