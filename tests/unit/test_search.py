@@ -441,10 +441,35 @@ def test_estimates_raise_the_bounds_of_plans_on_as_many_devices():
     assert learned.least(sizes._replace(data=4, microbatches=8), 8 * products) == pytest.approx(
         share * (8 * products + 8 * own + update)
     )
-    staged = sizes._replace(pipeline=2, remat="dots")  # of a policy without an estimate
-    assert learned.least(staged, 10.0) == pytest.approx(10.0 + (4 * own + update) / 2)
+    staged = sizes._replace(pipeline=2)
+    assert learned.least(staged, 10.0) == pytest.approx(share * (10.0 + (4 * own + update) / 2))
+    # A policy without an estimate may start fewer.
+    assert learned.least(sizes._replace(remat="dots"), 10.0) == pytest.approx(10.0 + update)
     alone = sizes._replace(data=1)  # sends no gradients, and may start fewer
     assert learned.least(alone, 10.0) == pytest.approx(share * (10.0 + update))
+
+
+def test_policies_that_start_fewer_kernels_have_lower_bounds():
+    """On a GPU `dots` starts fewer than `none`: XLA fuses what is computed again."""
+    task, optimizer, batch = models.transformer_stack(), optax.adam(1e-3), models.text(64)
+    machine = px.Machine.preset("4xA100-80GB")
+
+    def estimated(sizes):
+        plan = px.Plan(data=sizes.data, zero=sizes.zero, remat=sizes.remat)
+        return plan, px.estimate(task, optimizer, plan, batch, machine)
+
+    learned = Learned({"none": 0.0, "dots": 0.0})
+    alone = Sizes(1, 1, 1, 1, 0, "none", "1f1b", 1)
+    for sizes in (
+        alone._replace(data=4, zero=1), alone._replace(data=4, zero=1, remat="dots"), alone
+    ):  # fmt: skip
+        plan, found = estimated(sizes)
+        learned.add(plan, sizes, Computed(1e-9, 0.0, 1.0), found, 0.0)
+        assert learned.least(sizes, 0.0) <= found.seconds
+    least = learned.least(alone._replace(remat="dots"), 0.0)
+    _, fastest = estimated(alone._replace(remat="dots"))
+    assert fastest.seconds < 0.95 * found.seconds
+    assert 0.95 * fastest.seconds < least <= fastest.seconds
 
 
 @pytest.mark.ci

@@ -55,7 +55,7 @@ def is_expert(sizes: Sizes, machine: Machine, batch_size: int) -> bool:
     node = machine.levels[0].devices if machine.levels else 1
     rows = batch_size / sizes.parts
     return (
-        sizes.data * sizes.pipeline * sizes.tensor in used_devices(machine)
+        sizes.devices in used_devices(machine)
         and sizes.tensor <= node
         and (sizes.microbatches == 1 or rows in ROWS or isinstance(sizes.microbatches, tuple))
         and sizes.schedule in _SCHEDULES

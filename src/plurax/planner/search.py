@@ -579,9 +579,7 @@ class _CandidateQueue:
         `known` is its estimate, or what was computed, or None where `seconds` is only a bound.
         `risk` is the factor with which they count for its place.
         """
-        sizes = candidate.sizes
-        devices = sizes.data * sizes.pipeline * sizes.tensor
-        place = seconds * risk, devices, next(self._numbers)
+        place = seconds * risk, candidate.sizes.devices, next(self._numbers)
         heapq.heappush(self._items, (place, seconds, candidate, known))
 
     def pop(self) -> tuple[float, CandidatePlan, Ranked | Computed | None]:

@@ -18,6 +18,11 @@ class Sizes(NamedTuple):
     virtual_stages: int
 
     @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return self.data * self.pipeline * self.tensor
+
+    @property
     def most_microbatches(self) -> int:
         """The number of microbatches of the device of `data` that has the most."""
         return most_of(self.microbatches)

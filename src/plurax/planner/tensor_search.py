@@ -270,15 +270,11 @@ class TensorSearch:
         ticks = ticks_of_step(
             plan.schedule, plan.pipeline, plan.most_microbatches, plan.virtual_stages
         )
+        activations = self._activations / plan.data / plan.most_microbatches
         return pipeline_seconds(
-            self._machine,
-            self._activations / plan.data / plan.most_microbatches,
-            self._tied / plan.tensor,
-            ticks,
-            plan.pipeline,
-            stride=plan.tensor,
-            mesh_devices=plan.devices,
-        )
+            self._machine, activations, self._tied / plan.tensor, ticks, plan.pipeline,
+            stride=plan.tensor, mesh_devices=plan.devices,
+        )  # fmt: skip
 
     def _messages_shared(self, plan: Plan) -> float:
         """Return the seconds of messages over `data` that parameters of one bucket share.
@@ -290,14 +286,9 @@ class TensorSearch:
         shards = plan.pipeline * plan.tensor
         buckets = math.ceil(sum(self._sizes.values()) / shards / plan.bucket_bytes)
         empty = reduction_seconds(
-            self._machine,
-            0.0,
-            plan.data,
-            plan.zero,
-            plan.most_microbatches,
-            stride=shards,
-            mesh_devices=plan.devices,
-        )
+            self._machine, 0.0, plan.data, plan.zero, plan.most_microbatches,
+            stride=shards, mesh_devices=plan.devices,
+        )  # fmt: skip
         return max(0, len(self._sizes) - buckets) * empty
 
     def memory(self, plan: Plan) -> tuple[float, float]:
@@ -345,18 +336,13 @@ class TensorSearch:
         rows = self._rows(plan) / solved.rows_of_a_microbatch
         assert isinstance(plan.schedule, str | tuple)
         profile = solved.profile
+        # The parts between boundaries are taken to be equal.
+        depth = self._depth or sum(plan.layers or (1,) * plan.total_stages)
+        shares = profile.layers.times(rows), profile.embedding.times(rows), profile.head.times(rows)
         return StagedModel(
-            plan.schedule,
-            plan.pipeline,
-            plan.most_microbatches,
-            plan.virtual_stages,
-            # The parts between boundaries are taken to be equal.
-            self._depth or sum(plan.layers or (1,) * plan.total_stages),
-            profile.layers.times(rows),
-            profile.embedding.times(rows),
-            profile.head.times(rows),
-            self._speeds(plan),
-        )
+            plan.schedule, plan.pipeline, plan.most_microbatches, plan.virtual_stages, depth,
+            *shares, self._speeds(plan),
+        )  # fmt: skip
 
     def _slowest(self, plan: Plan) -> float:
         """Return the microbatches that the slowest device has time for while the slowest replica
@@ -477,17 +463,9 @@ class TensorSearch:
         shardings = dict(solution.parameters)
         walk = Walk(graph, rules.find)
         solved = Sharded(
-            plan,
-            self._batch_size,
-            shardings,
-            strategies,
-            graph,
-            solution,
-            costs,
-            pins,
-            walk,
+            plan, self._batch_size, shardings, strategies, graph, solution, costs, pins, walk,
             self._depth,
-        )
+        )  # fmt: skip
         self._found.setdefault(key, []).append(solved)
         return solved
 
