@@ -23,7 +23,7 @@ named schedules are in their docstrings.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from plurax import errors
@@ -128,19 +128,20 @@ class Schedule:
 
     def dependencies(self, device: int, action: Action) -> Iterator[tuple[int, Action]]:
         """Yield the actions that must be done before an action, as pairs `(device, action)`."""
-        kind, microbatch, chunk = action
-        towards = -1 if kind == "F" else 1
+        for kind, stage in self.needs(action.kind, self.stage(device, action)):
+            yield stage % self.devices, Action(kind, action.microbatch, stage // self.devices)
+
+    def needs(self, kind: str, stage: int) -> list[tuple[str, int]]:
+        """Return kind and stage of what an action depends on, all of the same microbatch.
+
+        >>> gpipe(devices=2, microbatches=3).needs("B", 0)
+        [('F', 0), ('B', 1)]
+        """
         if kind == "W":
-            yield device, Action("B", microbatch, chunk)
-        if kind == "B":
-            yield device, Action("F", microbatch, chunk)
-        if kind != "W":
-            # The stage before it, or for a backward the stage behind it.
-            other = device + towards
-            if other in (-1, self.devices):
-                other, chunk = (self.devices - 1, chunk - 1) if towards < 0 else (0, chunk + 1)
-            if 0 <= chunk < self.chunks:
-                yield other, Action(kind, microbatch, chunk)
+            return [("B", stage)]
+        if kind == "F":
+            return [("F", stage - 1)] if stage else []
+        return [("F", stage), ("B", stage + 1)] if stage + 1 < self.stages else [("F", stage)]
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, line)) for line in self.actions)
@@ -402,48 +403,43 @@ def check_forwards_in_order(schedule: Schedule) -> None:
 
 
 def _ticks(schedule: Schedule) -> list[tuple[tuple[Action, ...], ...]]:
-    at = [0] * schedule.devices
-    ticks_of: dict[tuple[int, Action], int] = {}
-    last = [-1] * schedule.devices
-    waiting: dict[tuple[int, Action], list[int]] = {}
+    at, last = [0] * schedule.devices, [-1] * schedule.devices
+    ticks_of: dict[tuple[str, int, int], int] = {}  # of kind, stage and microbatch
+    waiting: dict[tuple[str, int, int], list[int]] = {}
+    columns: list[list[tuple[Action, ...]]] = []
     todo = list(range(schedule.devices))
     while todo:
         device = todo.pop()
-        for action in schedule.actions[device][at[device] :]:
-            needs = list(schedule.dependencies(device, action))
+        line = schedule.actions[device]
+        while at[device] < len(line):
+            kind, microbatch, _ = action = line[at[device]]
+            stage = schedule.stage(device, action)
+            needs = [(*need, microbatch) for need in schedule.needs(kind, stage)]
             missing = next((need for need in needs if need not in ticks_of), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(device)
                 break
-            index = at[device]
-            before = [(device, schedule.actions[device][index - 1])] if index else []
-            last[device] = max(
-                (ticks_of[need] + _takes_a_tick(schedule, need, (device, action))
-                 for need in before + needs),
-                default=0,
-            )  # fmt: skip
-            ticks_of[device, action] = last[device]
+            tick = 0
+            if at[device]:
+                tick = last[device] + _takes_a_tick(schedule, line[at[device] - 1].kind, kind)
+            for need in needs:
+                tick = max(tick, ticks_of[need] + _takes_a_tick(schedule, need[0], kind))
+            last[device] = ticks_of[kind, stage, microbatch] = tick
+            columns += ([()] * schedule.devices for _ in range(len(columns), tick + 1))
+            columns[tick][device] += (action,)
             at[device] += 1
-            todo += waiting.pop((device, action), ())
+            todo += waiting.pop((kind, stage, microbatch), ())
     if waiting:
         raise errors.PlanError(
             "the schedule cannot run: devices wait for each other forever: "
-            f"{'; '.join(_waiting(schedule, at, ticks_of))}. Put what they wait for earlier in the "
-            "list."
+            f"{'; '.join(_waiting(schedule, at))}. Put what they wait for earlier in the list."
         )
-    columns: list[list[tuple[Action, ...]]] = [
-        [()] * schedule.devices for _ in range(1 + max(last, default=-1))
-    ]
-    for (device, action), tick in ticks_of.items():
-        columns[tick][device] += (action,)
     return [tuple(column) for column in columns]
 
 
-def _takes_a_tick(schedule: Schedule, need: tuple[int, Action], action: tuple[int, Action]) -> bool:
-    """Return whether an action has to wait for the tick behind that of what it needs."""
-    (other, before), (device, after) = need, action
-    pair = before.kind == "F" and after.kind == "B"
-    return not (schedule.pairs and other == device and pair)
+def _takes_a_tick(schedule: Schedule, need: str, kind: str) -> bool:
+    """Return whether an action of a kind has to wait for the tick behind that of what it needs."""
+    return not (schedule.pairs and need == "F" and kind == "B")
 
 
 def live_activations(schedule: Schedule) -> list[int]:
@@ -465,16 +461,14 @@ def live_activations(schedule: Schedule) -> list[int]:
     return most
 
 
-def _waiting(
-    schedule: Schedule, at: Sequence[int], done: Container[tuple[int, Action]]
-) -> list[str]:
+def _waiting(schedule: Schedule, at: Sequence[int]) -> list[str]:
     """Return a line for each device that waits, with the action it waits for."""
     lines = []
     for device, line in enumerate(schedule.actions):
         if at[device] < len(line):
             action = line[at[device]]
             for other, need in schedule.dependencies(device, action):
-                if (other, need) not in done:
+                if need not in schedule.actions[other][: at[other]]:
                     lines.append(f"device {device} is at {action}, waiting for {need} of {other}")
     return lines
 

@@ -143,12 +143,12 @@ def _stores(
         own = ["layer"] + ["fn"] * (schedule.stage(device, action) in fn_stages)
         if action.kind == "F":
             # B and W both read the residuals of F. A schedule of forwards alone has neither.
-            done = {kind: at.get((device, action._replace(kind=kind))) for kind in ("B", last)}
+            done = {k: at.get((device, Action(k, *action[1:]))) for k in ("B", last)}
             used = {"F": tick, **{kind: t for kind, t in done.items() if t is not None}}
             for name in (f"{part}_residuals" for part in own):
                 put(name, key, (tick, max(used.values())), [(t, k, name) for k, t in used.items()])
         if action.kind == "B" and schedule.split:
-            end = at[device, action._replace(kind="W")]
+            end = at[device, Action("W", *action[1:])]
             for name in (f"{part}_weight_residuals" for part in own):
                 put(name, key, (tick, end), [(tick, "B", name), (end, "W", name)])
         for other, need in schedule.dependencies(device, action):

@@ -18,6 +18,7 @@ device 1:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from jax.extend.core import Literal
 from jaxtyping import Array
 
 from plurax import errors
-from plurax.jaxpr.homes import MAX_CROSSING, Homes
+from plurax.jaxpr.homes import MAX_CROSSING, Homes, RowSplit
 from plurax.jaxpr.interpret import needed
 from plurax.partition.partitioner import Partitioner
 from plurax.partition.values import ShardedValue, ValueVersions
@@ -218,9 +219,15 @@ class StageUpdate:
         return self.stage_partitioner.evaluate_part(eqns, here, results)
 
     def _on_each(self, branch: Callable[[int], Any]) -> Any:
-        """Run `branch(d)` on device `d` of the pipeline; the branches return the same shapes."""
-        at = lax.axis_index("pipeline")
-        return lax.switch(at, [lambda d=d: branch(d) for d in range(self.devices)])
+        """Run `branch(d)` on device `d` of the pipeline; the branches return the same shapes.
+
+        Devices that have no tensors of their own share one branch, which JAX traces once.
+        """
+        at, homes = lax.axis_index("pipeline"), {*self._results_of, *self._homes.home.values()}
+        cut = any(isinstance(home, RowSplit) for home in homes)
+        branches = {d: lambda d=d: branch(d) for d in range(self.devices) if cut or d in homes}
+        idle = functools.partial(branch, min({*range(self.devices)} - {*branches}, default=0))
+        return lax.switch(at, [branches.get(d, idle) for d in range(self.devices)])
 
 
 def broadcast_from_stage(arrays: Any) -> Any:

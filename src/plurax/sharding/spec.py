@@ -99,7 +99,8 @@ class TensorSharding:
     def num_shards(self, dim: int, axes: AxisSizes) -> int:
         """Return the number of shards of a dim."""
         try:
-            return math.prod(axes[axis] for axis in self.dims[dim])
+            names = self.dims[dim]
+            return math.prod([axes[axis] for axis in names]) if names else 1
         except KeyError as error:
             raise errors.sharding_unknown_axis("the tensor", error.args[0], tuple(axes)) from None
         except IndexError:
