@@ -219,13 +219,11 @@ class StageUpdate:
         return self.stage_partitioner.evaluate_part(eqns, here, results)
 
     def _on_each(self, branch: Callable[[int], Any]) -> Any:
-        """Run `branch(d)` on device `d` of the pipeline; the branches return the same shapes.
-
-        Devices that have no tensors of their own share one branch, which JAX traces once.
-        """
+        """Run `branch(d)` on device `d` of the pipeline; the branches return the same shapes."""
         at, homes = lax.axis_index("pipeline"), {*self._results_of, *self._homes.home.values()}
         cut = any(isinstance(home, RowSplit) for home in homes)
         branches = {d: lambda d=d: branch(d) for d in range(self.devices) if cut or d in homes}
+        # Devices without tensors of their own share a branch, which is traced once.
         idle = functools.partial(branch, min({*range(self.devices)} - {*branches}, default=0))
         return lax.switch(at, [branches.get(d, idle) for d in range(self.devices)])
 
