@@ -26,6 +26,7 @@ from plurax.jaxpr.attention_kernels import (
     PallasFlash,
     attend_backward_p,
     attend_p,
+    attention_dims,
     kernel_of,
 )
 from plurax.jaxpr.interpret import all_equations
@@ -264,6 +265,18 @@ def test_blocks_of_a_part_divide_it(queries, keys, sizes):
     for name, size in vars(fitted).items():
         tokens = queries if "_q" in name else keys
         assert tokens % size == 0
+
+
+def test_queries_under_a_mask_are_whole():
+    """It is one of places from the first query on."""
+    q = jnp.zeros((1, 256, HEADS, 128), jnp.float32)
+    for causal in (True, False):
+        kernel = PallasFlash(causal, 1.0, False, None)
+        eqn = jax.make_jaxpr(lambda q, k=kernel: attend_p.bind(q, q, q, kernel=k))(q).eqns[0]
+        operands, results = attention_dims(eqn)
+        token = None if causal else "T"
+        assert operands[0] == results[0] == ("B0", token, "N", None)
+        assert results[1] == ("B0", "N", token)
 
 
 # --- A transformer --------------------------------------------------------------------------------
