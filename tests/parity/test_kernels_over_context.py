@@ -267,6 +267,48 @@ def test_blocks_of_a_part_divide_it(queries, keys, sizes):
         assert tokens % size == 0
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_examples_one_by_one(strategy):
+    """Under `jax.vmap`, with rows in two dims; cuDNN's reshapes them to one."""
+
+    def attention(q, k, v):
+        return jax.vmap(lambda q, k, v: of_cudnn(*(x[None] for x in (q, k, v)), causal=True)[0])(
+            q, k, v
+        )
+
+    plan = px.Plan(data=2, context=2, stream=8, context_strategy=strategy)
+    ours, program = trained(task_of(attention, 2), plan)
+    assert models.max_rel_error(ours, by_equations(2, True, False)) < 1e-10
+    assert sent(program)
+
+
+@pytest.mark.parametrize(
+    ("axes", "found"), [((0, 0, 0, 0), True), ((1, 1, 1, 1), False), ((1, 1, 1, 0), False),
+                        ((0, None, None, 0), False), ((2, 2, 2, 2), False)]
+)  # fmt: skip
+def test_rows_of_flash_attention_stand_in_front(axes, found):
+    """Else its kernel is left whole: Pallas puts the rows of results first."""
+    *inside, out = axes
+
+    def attention(q, k, v):
+        return flash.flash_attention(q, k, v, causal=True)
+
+    arrays = [
+        jnp.zeros((1, 2, 128, 128) if dim is None else shape_with(3, dim), jnp.float32)
+        for dim in inside
+    ]
+    batched = jax.vmap(attention, tuple(inside), out)
+    with jax.enable_x64(False):
+        kernels = map(kernel_of, all_equations(jax.make_jaxpr(batched)(*arrays).jaxpr))
+        assert any(one is not None for one in kernels) == found
+
+
+def shape_with(size, dim):
+    shape = [1, 2, 128, 128]
+    shape.insert(dim, size)
+    return shape
+
+
 def test_queries_under_a_mask_are_whole():
     """It is one of places from the first query on."""
     q = jnp.zeros((1, 256, HEADS, 128), jnp.float32)
@@ -345,7 +387,7 @@ WHOLE = "is computed with all tokens on each device, because"
     ("attention", "devices", "reason"),
     [
         (lambda q, k, v: of_cudnn(q, k, v, causal=True, bias=jnp.asarray(BIAS)), 2,
-         "it has a bias, segments, lengths of rows, dropout or a window"),
+         "it has a bias, segments, lengths of rows, dropout, a window, or mapped rows"),
         (lambda q, k, v: of_cudnn(q, k[:, :30], v[:, :30], causal=True), 2,
          "its causal mask is one of 32 queries and 30 keys"),
         (lambda q, k, v: of_cudnn(q, k[:, :30], v[:, :30], causal=False), 4,

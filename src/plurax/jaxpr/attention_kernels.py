@@ -34,6 +34,7 @@ from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
 from plurax.jaxpr.compat import derivative_of, open_jaxpr
+from plurax.jaxpr.equal_dims import shape_of
 from plurax.jaxpr.fused_attention import (
     FORWARD,
     FUSED_ATTENTION,
@@ -102,11 +103,18 @@ class Cudnn(AttentionKernel):
 
     @classmethod
     def of(cls, jaxpr: Any) -> "Cudnn | None":
-        """Return the kernel of a function that is its call, on q, k, v and what is empty."""
-        if len(jaxpr.eqns) != 1 or jaxpr.eqns[0].primitive.name not in FORWARD:
+        """Return the kernel of a function that is its call, on q, k, v and what is empty.
+
+        Under `jax.vmap` it reshapes them, so that all dims in front are one of rows, and back.
+        """
+        calls = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in FORWARD]
+        others = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reshape"]
+        if len(calls) != 1 or len(others) + 1 != len(jaxpr.eqns) or not is_plain(calls[0]):
             return None
-        (eqn,) = jaxpr.eqns
-        if not is_plain(eqn) or list(eqn.invars[:3]) != list(jaxpr.invars[:3]):
+        (eqn,), source = calls, {one.outvars[0]: one.invars[0] for one in others}
+        read = [source.get(var, var) for var in (*eqn.invars[:3], *jaxpr.outvars)]
+        joined = all(shape_of(a.invars[0])[-3:] == shape_of(a.outvars[0])[-3:] for a in others)
+        if not joined or read != [*jaxpr.invars[:3], eqn.outvars[0]]:
             return None
         library = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
         backward = library._dot_product_attention_bwd_p_wrapper
@@ -166,10 +174,25 @@ class PallasFlash(AttentionKernel):
             return None
         function, constants = derivative
         known = (cls.LIBRARY, "_flash_attention_bwd")
-        if (function.__module__, function.__name__) != known:
+        if (function.__module__, function.__name__) != known or not cls._has_rows_in_front(eqn):
             return None
         _, causal, scale, block_sizes, _ = constants
         return cls(causal, scale, True, block_sizes)
+
+    @staticmethod
+    def _has_rows_in_front(eqn: Any) -> bool:
+        """Whether the dims that `jax.vmap` added, along which blocks are squeezed, are the same in
+        queries, keys, values and results, and stand before the heads."""
+        calls = open_jaxpr(eqn.params["call_jaxpr"])[0].eqns
+        if [one.primitive.name for one in calls] != ["pallas_call"]:
+            return False
+        mappings = calls[0].params["grid_mapping"].block_mappings[:4]
+        added = {
+            tuple(d for d, of in enumerate(one.block_shape) if type(of).__name__ == "Squeezed")
+            for one in mappings
+        }
+        rows = {shape_of(atom)[:-3] for atom in (*eqn.invars, *eqn.outvars)}
+        return len(added) == len(rows) == 1 and max(*added.pop(), -1, -1) < len(rows.pop())
 
     def reason_against(self, queries: int, keys: int) -> str | None:
         """Blocks are of 128 tokens, or of a multiple."""

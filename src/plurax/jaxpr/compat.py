@@ -14,6 +14,7 @@ and `ONLY_NEWER` list those that one version has), so an update of JAX shows wha
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,9 +95,11 @@ def derivative_of(eqn: Any) -> tuple[Callable[..., Any], list[Any]] | None:
     """Return the backward function of a `custom_vjp_call`, as its library wrote it, and the
     arguments that are constant for it (`nondiff_argnums`), which come first.
 
-    None where JAX keeps them in another way.
+    None where JAX keeps them in another way. That of a function under `jax.vmap` is in a closure.
     """
     wrapped = eqn.params["bwd"]
+    while "bwd" in (inner := inspect.getclosurevars(getattr(wrapped, "f", open_jaxpr)).nonlocals):
+        wrapped = inner["bwd"]
     transforms = dict(getattr(wrapped, "transforms", ()))
     constants = [args for by, args in transforms.items() if by.__name__ == "_prepend_static_args"]
     if not hasattr(wrapped, "f") or len(constants) != 1:

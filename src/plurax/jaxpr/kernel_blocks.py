@@ -102,16 +102,20 @@ class KernelBlocks:
     """Attention by a kernel as a function of q, k and v, with a derivative.
 
     **Arguments:** `kernel`; `context`, over which tokens are split; `order`, in which devices have
-    them.
+    them; `rank`, the number of dims of queries, keys and values: of rows, tokens, heads, width.
     """
 
-    def __init__(self, kernel: AttentionKernel, context: Context, order: Order) -> None:
+    def __init__(self, kernel: AttentionKernel, context: Context, order: Order, rank: int) -> None:
         self.kernel, self._context, self._order = kernel, context, order
-        # Dims of queries, keys and values, all of which have four: of rows, tokens, heads, width.
-        self._tokens, self._heads = kernel.tokens + 4, kernel.heads + 4
+        # Dims of queries, keys and values, and that of queries in numbers for each and each head.
+        self._tokens, self._heads = rank + kernel.tokens, rank + kernel.heads
+        self._queries = rank - 2
 
     def __call__(
-        self, q: Float[Array, "B _ _ H"], k: Float[Array, "B _ _ H"], v: Float[Array, "B _ _ H"]
+        self,
+        q: Float[Array, "*rows _ _ H"],
+        k: Float[Array, "*rows _ _ H"],
+        v: Float[Array, "*rows _ _ H"],
     ) -> Array:
         """Return the kernel's result for all queries."""
         q, k, v = map(self._split, (q, k, v))
@@ -172,22 +176,26 @@ class KernelBlocks:
         own = count // self._context.devices
         return (places % own >= share) | (places // own > number)
 
-    def _aligned(self, statistics: Float[Array, "B N T"]) -> Array:
+    def _aligned(self, statistics: Float[Array, "*rows N T"]) -> Array:
         """Return numbers for each query and head in the order of the dims of results."""
-        return (statistics if self.kernel.heads_first else statistics.swapaxes(1, 2))[..., None]
+        return (statistics if self.kernel.heads_first else statistics.swapaxes(-1, -2))[..., None]
 
     # --- Forward --------------------------------------------------------------------------------
 
     def _forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         """Return the result, and what the derivative reads, of keys and values in blocks."""
-        share, dims = k.shape[self._tokens + 1], (self._tokens, self._tokens, 2)
+        share = k.shape[self._tokens + 1]
+        dims = (self._tokens, self._tokens, self._queries)
         wide = wide_dtype(q.dtype)
         if self.kernel.causal:
             out, lse = attend(stack_blocks(q, self._tokens, share), k, v, kernel=self.kernel)
-            out, lse = unstack_blocks(out, self._tokens).astype(wide), unstack_blocks(lse, 2)
+            out, lse = (
+                unstack_blocks(out, self._tokens).astype(wide),
+                unstack_blocks(lse, self._queries),
+            )
         else:
             out = jnp.zeros((*q.shape[:-1], v.shape[-1]), wide)
-            statistics = q.shape[0], q.shape[self._heads], q.shape[self._tokens]
+            statistics = (*q.shape[:-3], q.shape[self._heads], q.shape[self._tokens])
             lse = jnp.full(statistics, -jnp.inf, wide)
         stacks = self._context.received([k, v], self._order)
         for blocks, seen in self._groups(q, k):
@@ -228,7 +236,7 @@ class KernelBlocks:
         """Return the gradients of queries, and of keys and values in blocks."""
         q, k, v, out, lse = kept
         share, of_queries = k.shape[self._tokens + 1], (q, out, lse, gradient)
-        dims, of_blocks = (self._tokens, self._tokens, 2, self._tokens), []
+        dims, of_blocks = (self._tokens, self._tokens, self._queries, self._tokens), []
         of_q = jnp.zeros(q.shape, wide_dtype(q.dtype))
         stacks = self._context.received([k, v], self._order, [gradient])
         for blocks, seen in self._groups(q, k):

@@ -152,11 +152,11 @@ def _by_kernel(region: KernelRegion, options: StreamOptions, *operands: Array) -
     context, order = options.context, BY_PLACES
     assert context is not None
     if region.exchanges_heads(context):
-        return KernelBlocks(region.kernel, context, order).with_heads(*operands)
+        return KernelBlocks(region.kernel, context, order, operands[0].ndim).with_heads(*operands)
     if options.skip and region.order(context).devices > 1:
         options.orders.append(region.kernel.causal or options.worthwhile == 1)
         order = region.order(context) if options.orders[-1] else BY_PLACES
-    return KernelBlocks(region.kernel, context, order)(*operands)
+    return KernelBlocks(region.kernel, context, order, operands[0].ndim)(*operands)
 
 
 def _kernels(eqns: Sequence[Any], context: Context) -> list[KernelRegion]:
@@ -169,7 +169,7 @@ def _kernels(eqns: Sequence[Any], context: Context) -> list[KernelRegion]:
             reason = region.reason_against(context)
             regions += [region] if reason is None else []
         elif calls_kernel(eqn):
-            reason = "it has a bias, segments, lengths of rows, dropout or a window"
+            reason = "it has a bias, segments, lengths of rows, dropout, a window, or mapped rows"
         else:
             continue
         if reason is not None:
