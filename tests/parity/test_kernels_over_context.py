@@ -6,6 +6,7 @@ kernels themselves is asserted in `tests/absent`.
 """
 
 import collections
+import contextlib
 import functools
 import importlib
 from unittest import mock
@@ -90,22 +91,22 @@ def lowered():
     ]  # fmt: skip
     for primitive, fun in pairs:
         mlir.register_lowering(primitive, mlir.lower_fun(fun), platform="cpu")
-    with mock.patch.object(cudnn, "check_is_flash_attention"):  # of float64, and of any width
+    with contextlib.ExitStack() as patched:  # what cuDNN says of float64, and of this machine
+        for check in ("is_flash_attention", "layout", "cudnn_version", "compute_capability"):
+            patched.enter_context(mock.patch.object(cudnn, f"check_{check}", return_value=91000))
         yield
 
 
 # --- Kernels, as users call them ------------------------------------------------------------------
 
 
-def of_cudnn(q, k, v, *, causal, heads_first=False, bias=None, scale=SIZE**-0.5):
-    """What `jax.nn.dot_product_attention` is traced to on a machine that has cuDNN."""
+def of_cudnn(q, k, v, *, causal, heads_first=False, window=None, scale=SIZE**-0.5):
+    """What `jax.nn.dot_product_attention` calls on a machine that has cuDNN."""
     mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
-    empty = jnp.zeros((0,), q.dtype)
-    given = empty if bias is None else bias.astype(q.dtype)
-    return cudnn._dot_product_attention(
-        q, k, v, given, *[empty] * 6, scale, 1, 0.0, (bias is not None, False), mask,
-        int(heads_first), None, 91000, False,
-    )  # fmt: skip
+    layout = "BNTH" if heads_first else "BTNH"
+    return cudnn.dot_product_attention(
+        q, k, v, scale=scale, mask_type=mask, qkv_layout=layout, sliding_window_length=window
+    )
 
 
 def written_out(q, k, v, *, causal, heads_first=False):
@@ -379,14 +380,13 @@ def test_members_equal_those_by_equations():
 
 # --- What cannot be split -------------------------------------------------------------------------
 
-BIAS = np.random.default_rng(1).normal(size=(1, HEADS, 32, 32))
 WHOLE = "is computed with all tokens on each device, because"
 
 
 @pytest.mark.parametrize(
     ("attention", "devices", "reason"),
     [
-        (lambda q, k, v: of_cudnn(q, k, v, causal=True, bias=jnp.asarray(BIAS)), 2,
+        (lambda q, k, v: of_cudnn(q, k, v, causal=True, window=8), 2,
          "it has a bias, segments, lengths of rows, dropout, a window, or mapped rows"),
         (lambda q, k, v: of_cudnn(q, k[:, :30], v[:, :30], causal=True), 2,
          "its causal mask is one of 32 queries and 30 keys"),
