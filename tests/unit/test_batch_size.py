@@ -9,6 +9,7 @@ from tests import models
 
 import plurax as px
 from plurax.analysis.batch_size import MAX_COMPILATIONS, Throughput, _flat, largest_below
+from plurax.execute import placement
 from plurax.tree import with_rows
 
 ROWS = models.data(4)
@@ -52,6 +53,13 @@ def test_the_budget_has_a_default_on_cpu():
     found = px.analysis.max_batch_size(LINEAR, optax.sgd(0.1), px.Plan(data=2), ROWS)
     twice = px.analysis.max_batch_size(LINEAR, optax.sgd(0.1), px.Plan(), ROWS)
     assert abs(twice.budget - 2 * found.budget) <= 2  # the devices share the machine's memory
+
+
+def test_compiling_makes_no_array_of_all_rows(monkeypatch):
+    """A search compiles for as many rows as the memory has room for."""
+    monkeypatch.setattr(placement, "row_numbers", lambda *_: pytest.fail("an array of rows"))
+    program = px.compile(LINEAR, optax.sgd(0.1), px.Plan(data=2), with_rows(ROWS, 2**30))
+    assert program.memory().peak > 2**30
 
 
 def test_nothing_fits():

@@ -79,8 +79,8 @@ class Placement:
         self._paths = list(tree.named_leaves(like))
         self._whole = NamedSharding(sharding.mesh, P())
         self._counts: dict[int, Any] = {}
-        # Row i has example `numbers[i] % count`, as in `rows.py`.
-        self._numbers = row_numbers(parts, rows)
+        # Row i has example `numbers()[i] % count`, as in `rows.py`; for batches, not to compile.
+        self._numbers = functools.cache(functools.partial(row_numbers, parts, rows))
 
     @classmethod
     def of(cls, like: PyTree, plan: Plan, mesh: Mesh) -> "Placement":
@@ -171,12 +171,12 @@ class Placement:
                 if count == self.rows:
                     return leaf if self._is_placed(leaf) else put(leaf, self.sharding)
             if is_key(like):
-                return put(_padded_keys(leaf, self._numbers), self.sharding)
+                return put(_padded_keys(leaf, self._numbers()), self.sharding)
             if process_count() > 1:  # a program over several processes takes no NumPy arrays
                 return self._put_own_rows(path, leaf, count, like)
             leaf = np.asarray(leaf)
             if count != self.rows:
-                leaf = leaf[self._numbers % count]
+                leaf = leaf[self._numbers() % count]
             return exactly(path, leaf, like.dtype)
 
         leaves = map(filled, self._paths, jax.tree.leaves(batch), self._leaves)
@@ -211,7 +211,7 @@ class Placement:
 
         **Arguments:** as for `Program.place_epoch`.
         """
-        places = self._numbers % counts[:, None]
+        places = self._numbers() % counts[:, None]
         rows = np.take_along_axis(rows, places, axis=1).astype(np.int32)
         columns = NamedSharding(self.sharding.mesh, P(None, *self.sharding.spec))
         return Placed(put(rows, columns), put(counts.astype(np.int32), self._whole))
@@ -222,7 +222,7 @@ class Placement:
         """Return the padded rows over all processes; of `leaf` read this process's own alone."""
 
         def rows(index: Any) -> np.ndarray:
-            places = self._numbers[index[0]] % count
+            places = self._numbers()[index[0]] % count
             return exactly(path, np.asarray(leaf[places]), like.dtype)
 
         if not isinstance(leaf, Selection):
