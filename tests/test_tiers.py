@@ -1,12 +1,13 @@
 """Every test has one command, and `tests/tiers.toml` speaks of tests that are there."""
 
+import itertools
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.tiers import TIERS, mark, unmatched
+from tests.tiers import TIERS, in_turns, mark, unmatched
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -72,3 +73,19 @@ def test_each_tier_has_one_command_and_ci_runs_all_but_the_slow():
         chosen = [eval(expression, {}, dict(marked)) for expression in (usual, ci, gangs)]
         assert chosen == [name == one for one in ("test", "ci", "gangs")]
         assert eval(of_files, {}, dict(marked)) == (name in ("test", "ci"))
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_in_turns_every_two_values_of_three_tables_meet(odd):
+    tables = ["ab", "cde", "fghi"]
+    cases = in_turns(*tables, odd=odd)
+    quick = [set(case.values) for case in cases if not case.marks]
+    assert (len(cases), len(quick)) == (24, 12)
+    for one, other in itertools.combinations(tables, 2):
+        for pair in itertools.product(one, other):
+            assert any(set(pair) <= case for case in quick), pair
+
+
+def test_in_turns_each_value_of_two_tables_meets_each_second_one():
+    quick = [case.values for case in in_turns("ab", "cdef") if not case.marks]
+    assert quick == [("a", "c"), ("a", "e"), ("b", "d"), ("b", "f")]

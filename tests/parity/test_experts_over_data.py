@@ -8,6 +8,7 @@ import pytest
 from tests import models
 from tests.parity import test_experts as mixtures
 from tests.parity.test_experts import D, H, K
+from tests.tiers import in_turns
 
 import plurax as px
 
@@ -104,8 +105,7 @@ def assert_as_by_hand(dispatch, kind="random", **fields):
     return mixtures.assert_as_by_hand(dispatch, px.Plan(shardings=SPLIT, **fields), kind)
 
 
-@pytest.mark.parametrize("dispatch", EVERY, ids=mixtures.name_of)
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("count", "dispatch"), in_turns([2, 4], EVERY), ids=mixtures.name_of)
 def test_rows_that_are_sent_equal_one_device(dispatch, count):
     """Also of dispatches whose experts' weights are gathered, since no rows are known."""
     assert_as_by_hand(dispatch, data=count)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from tests import models
+from tests.tiers import in_turns
 
 import plurax as px
 from plurax.errors import ShardingWarning
@@ -170,8 +171,10 @@ PLANS = {
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("mixer", ["cumsum", "recurrence", "convolution", "sum of slices"])
+@pytest.mark.parametrize(
+    ("mixer", "plan"),
+    in_turns(["cumsum", "recurrence", "convolution", "sum of slices"], PLANS),
+)
 def test_any_plan_equals_one_device(mixer, plan):
     assert_by_hand(mixer, PLANS[plan])
 
