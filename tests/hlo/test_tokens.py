@@ -30,12 +30,9 @@ def task(dtype, *, loop=False):
             "up": (WIDTH, 2 * WIDTH),
             "down": (2 * WIDTH, WIDTH),
         }
-        keys, depth = jax.random.split(key, len(shapes)), (2,) if loop else ()
-        pairs = zip(shapes.items(), keys, strict=True)
-        return {
-            name: jax.random.normal(key, (*depth, *shape), dtype) * 0.2
-            for (name, shape), key in pairs
-        }
+        depth = (2,) if loop else ()
+        arrays = models.normals(key, dtype, *((*depth, *shape) for shape in shapes.values()))
+        return {name: array * 0.2 for name, array in zip(shapes, arrays, strict=True)}
 
     def layer(x, params):
         q, k, v = (jnp.einsum("btd,dnh->btnh", x, params[name]) for name in "qkv")

@@ -215,7 +215,7 @@ def test_attention_is_computed_in_blocks_where_it_fits_in_no_other_way():
 def test_tokens_are_split_over_the_fewest_devices_with_which_they_fit():
     task, optimizer = models.attention_task(64, 4), optax.sgd(0.1)
     batch = {"x": jax.ShapeDtypeStruct((1, 4096, 64), "float32")}
-    pinned = {"tensor": 1, "pipeline": 1, "remat": "full"}
+    pinned = {"tensor": 1, "pipeline": 1, "zero": 0, "remat": "full"}
     two, four = (searched_for(task, optimizer, batch, pinned, each) for each in ("80MB", "25MB"))
     for found, count in ((two, 2), (four, 4)):
         assert found.best.context == count
