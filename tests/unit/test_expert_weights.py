@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import plurax as px
+from plurax.planner.candidates import candidates, model_of
 from plurax.planner.expert_weights import expert_rules
 
 EXPERTS, WIDTH, HIDDEN = 64, 512, 2048
@@ -109,6 +110,22 @@ def test_a_search_sends_rows_where_that_is_fastest():
     task, batch = large()
     again = px.estimate(task, optax.adam(1e-3), sent.best, batch, sent.machine)
     assert again.seconds == sent.ranked[0].seconds
+
+
+def test_bounds_of_rows_sent_are_below_their_estimates():
+    """Gradients of experts are not reduced, and a device multiplies with its own ones alone."""
+    shapes = {"up": (8, WIDTH, HIDDEN), "down": (8, HIDDEN, WIDTH), "table": (WIDTH, 8)}
+    task, batch = task_of(plain, shapes, WIDTH), batch_of(256, 128, WIDTH)
+    machine, optimizer = px.Machine.preset("8xH100-80GB"), optax.adam(1e-3)
+    pinned = px.Plan(data=8, shardings=expert_rules(task, batch, 8))
+    known = model_of(task, optimizer, batch, "float32", machine, ("none",), pinned.rules)
+    assert known.parameters == 4 * WIDTH * 8  # of the table
+    held = ("data", "tensor", "pipeline", "microbatches", "remat", "shardings")
+    every = [*candidates(known, machine, 8, pinned, held, machine.memory)]
+    assert {one.sizes.zero for one in every} == {0, 1, 2, 3}
+    for candidate in every:
+        plan = candidate.plan
+        assert candidate.seconds < px.estimate(task, optimizer, plan, batch, machine).seconds, plan
 
 
 @pytest.mark.ci

@@ -17,6 +17,7 @@ A candidate whose bound is above the best plan found is never looked at.
 """
 
 import dataclasses
+import fnmatch
 import functools
 import itertools
 import math
@@ -111,23 +112,32 @@ def model_of(
     precision: Precision,
     machine: Machine,
     remats: Sequence[Remat] = REMATS,
+    rules: Sequence[tuple[str, tuple[Any, ...]]] = (),
 ) -> Model:
-    """Return what bounds need, from one trace for each remat policy."""
+    """Return what bounds need, from one trace for each remat policy.
+
+    Weights of experts that `rules` split over `data` are left out: no device reduces their
+    gradients, and each updates some. A device multiplies with the weights of its experts alone.
+    """
     like: TrainState = jax.eval_shape(lambda: new_state(task, optimizer, jax.random.key(0)))
     rows = abstract_rows(batch)
+    leaves = tree.named_leaves(like.params)
+    whole = {path: leaf for path, leaf in leaves.items() if not _is_over_data(path, rules)}
+    parameters, every = tree.byte_count(whole), tree.byte_count(leaves)
+    groups = 1 if parameters == every else machine.devices
     totals: dict[str, StepTotals] = {}
     for remat in remats:
         # Of frozen parameters the search counts gradients as of the others.
         fun = gradient(dataclasses.replace(task, frozen=()), precision, remat=remat)
         graph = graph_of(fun, (like.params, like.model_state, rows), Axes({}), searched=())
-        totals[remat] = _totals(graph, machine, task.stack.depth if task.stack else 1)
+        totals[remat] = _totals(graph, machine, task.stack.depth if task.stack else 1, groups)
     depth = task.stack.depth if task.stack else 0
     marked, activations = _boundaries(graph.traced.jaxpr, depth)
     return Model(
         like,
         totals,
-        parameters=tree.byte_count(like.params),
-        optimizer=tree.byte_count(like.opt_state),
+        parameters=parameters,
+        optimizer=int(tree.byte_count(like.opt_state) * parameters / max(every, 1)),
         tied=tied_bytes(task, like.params),
         activations=activations,
         batch_size=leading_dim(batch),
@@ -138,7 +148,13 @@ def model_of(
     )
 
 
-def _totals(graph: Graph, machine: Machine, depth: int) -> StepTotals:
+def _is_over_data(path: str, rules: Sequence[tuple[str, tuple[Any, ...]]]) -> bool:
+    """Whether the first rule for a parameter splits it over `data`."""
+    entries = next((some for name, some in rules if fnmatch.fnmatchcase(path, name)), ())
+    return any("data" in (entry if isinstance(entry, tuple) else (entry,)) for entry in entries)
+
+
+def _totals(graph: Graph, machine: Machine, depth: int, groups: int) -> StepTotals:
     kinds = [kind for _, kind in machine.groups] or [machine]
     costs = {kind: TimeCosts(dataclasses.replace(kind, overhead=0.0)) for kind in kinds}
     seconds = dict.fromkeys(costs, 0.0)
@@ -147,7 +163,8 @@ def _totals(graph: Graph, machine: Machine, depth: int) -> StepTotals:
         (strategy,) = node.strategies
         if node.kind != "parameter":
             for kind, cost in costs.items():
-                seconds[kind] += cost.strategy(graph, node, strategy)
+                own = cost.strategy(graph, node, strategy)
+                seconds[kind] += own / (groups if node.kind == "ragged_dot_general" else 1)
         if strategy.flops:
             own = node.trips * strategy.flops
             every += own

@@ -233,7 +233,7 @@ def _search_on(machine: Machine, wanted: _Wanted, effort: Effort) -> Found:
         return population
     remats = (pinned.remat,) if "remat" in fields else REMATS
     whole, task = task, streamed_task(task, pinned.stream)
-    model = model_of(task, optimizer, like, pinned.precision, machine, remats)
+    model = model_of(task, optimizer, like, pinned.precision, machine, remats, pinned.rules)
     if not task.coupled:
         may_pad(whole, model.like, like, abstract_mesh(Plan()))
     paths = list(tree.named_leaves(model.like.params))
