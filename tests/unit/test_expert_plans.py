@@ -1,11 +1,17 @@
 """A plan found is never slower, by its estimate, than those that experts would try.
 
 The grid is of networks, machines and links between them. An expert's plan is written by hand here:
-nothing of the search says which these are.
+nothing of the search says which these are. `expert_plans.json` has what was found at the last
+change of a search, and what is found now is no slower; it is written anew by
+
+    python -m tests.unit.test_expert_plans
 """
 
 import dataclasses
+import functools
 import itertools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +23,7 @@ from tests.zoo.test_zoo import MODELS
 from tests.zoo.test_zoo import task as zoo_task
 
 import plurax as px
+from plurax.analysis import estimate as estimates
 from plurax.machine_fields import Level
 from plurax.planner.experts import in_proportion, is_expert, machines_of_kinds, used_devices
 from plurax.planner.sizes import Sizes
@@ -124,6 +131,22 @@ def fastest_by_hand(task, batch, rules, machine):
 
 GRID = [*itertools.product(NETWORKS, MACHINES)]
 DEFAULT = {("small perceptron", "a node")}
+DOUBLE = ("experts", "fourier")  # in float64, as the zoo has them
+STORED = Path(__file__).with_name("expert_plans.json")
+
+
+@functools.lru_cache(maxsize=1)
+def traces_of(network):
+    """What was recorded of a network, by plan and platform: the machines of one share them."""
+    recorded, record = {}, estimates.record_steady_step
+
+    def remembered(task, optimizer, plan, batch, platform):
+        key = plan.to_toml(), str(jax.tree.map(jnp.shape, batch)), platform
+        if key not in recorded:
+            recorded[key] = record(task, optimizer, plan, batch, platform)
+        return recorded[key]
+
+    return remembered
 
 
 @pytest.mark.ci
@@ -131,13 +154,36 @@ DEFAULT = {("small perceptron", "a node")}
     ("network", "machine"),
     [pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow) for case in GRID],
 )
-def test_no_expert_is_faster(request, network, machine):
-    if network in ("experts", "fourier"):
-        request.getfixturevalue("x64")  # as the zoo has them
+def test_no_expert_is_faster(request, monkeypatch, network, machine):
+    if network in DOUBLE:
+        request.getfixturevalue("x64")
     task, batch, rules = NETWORKS[network]()
     found = px.search(task, optax.adam(1e-3), batch, MACHINES[machine])
+    stored = json.loads(STORED.read_text())[network][machine]
+    assert found.ranked[0].seconds <= stored["seconds"] * (1 + 1e-9), stored
+    monkeypatch.setattr(estimates, "record_steady_step", traces_of(network))
     by_hand = fastest_by_hand(task, batch, rules, MACHINES[machine])
     assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9), by_hand
+
+
+def stored_of(found):
+    """What is stored of a search."""
+    best = found.ranked[0]
+    return {
+        "seconds": best.seconds, "plan": best.plan.sizes_text(), "devices": found.machine.name,
+        "gap": found.gap, "evaluations": found.evaluations,
+    }  # fmt: skip
+
+
+def write():
+    """Search all of the grid, and store what is found."""
+    grid = {network: {} for network in NETWORKS}
+    for network, machine in GRID:
+        jax.config.update("jax_enable_x64", network in DOUBLE)
+        task, batch, _ = NETWORKS[network]()
+        found = px.search(task, optax.adam(1e-3), batch, MACHINES[machine])
+        grid[network][machine] = stored_of(found)
+    STORED.write_text(json.dumps(grid, indent=2) + "\n")
 
 
 @pytest.mark.ci
@@ -224,3 +270,7 @@ def test_kinds_alone():
 )
 def test_what_experts_try(sizes, wanted):
     assert is_expert(Sizes(*sizes), two_nodes(25e9), 64) == wanted
+
+
+if __name__ == "__main__":
+    write()
