@@ -26,7 +26,7 @@ def of_pallas(q, k, v):
     return flash_attention(q, k, v, causal=True, sm_scale=SIZE**-0.5).swapaxes(1, 2)
 
 
-def compiled(target, strategy, monkeypatch):
+def compiled(target, plan, monkeypatch, tokens=TOKENS, members=None):
     # This machine has no cuDNN to ask for its version.
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda *_: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda *_: None)
@@ -42,10 +42,11 @@ def compiled(target, strategy, monkeypatch):
         x = x + jnp.einsum("btnh,dnh->btd", attention(q, k, v), params["o"])
         return jnp.mean(x.astype(jnp.float32) ** 2, (1, 2))
 
-    batch = {"x": jax.ShapeDtypeStruct((ROWS, TOKENS, WIDTH), jnp.bfloat16)}
-    plan = px.Plan(context=4, stream=512, context_strategy=strategy)
+    batch = {"x": jax.ShapeDtypeStruct((2 * ROWS, tokens, WIDTH), jnp.bfloat16)}
     devices = px.topology(target)[:4]
-    return px.compile(px.Task(init=init, loss=loss), optax.sgd(0.1), plan, batch, devices=devices)
+    return px.compile(
+        px.Task(init=init, loss=loss), optax.sgd(0.1), plan, batch, devices=devices, members=members
+    )
 
 
 def sent(collectives):
@@ -56,12 +57,28 @@ def sent(collectives):
     return counts - collections.Counter({"all-reduce": counts["all-reduce"]})
 
 
+@pytest.mark.parametrize("target", KERNELS)
+@pytest.mark.parametrize(
+    "fields",
+    [{"data": 4}, {"data": 2, "member": 2, "chunk": 1}, {"data": 2, "tensor": 2}],
+    ids=["data", "members", "tensor"],
+)
+def test_kernels_compile_where_tokens_are_whole(target, fields, monkeypatch):
+    """Mosaic refuses a mesh that is not manual over all axes; heads are split, not gathered."""
+    members = px.Members(2) if "member" in fields else None
+    shardings = dict.fromkeys("qkvo", (None, "tensor", None)) if "tensor" in fields else {}
+    program = compiled(target, px.Plan(**fields, shardings=shardings), monkeypatch, 512, members)
+    assert KERNELS[target] in program.compiled_step.as_text()
+    assert not sent(program.planned_collectives())
+
+
 @pytest.mark.parametrize("strategy", ["ring", "gather", "heads"])
 @pytest.mark.parametrize("target", KERNELS)
 def test_kernels_compute_on_what_a_device_has(target, strategy, monkeypatch):
     """Its own keys under a causal mask, and the keys of each range without one: in a ring before
     its loop, in it and behind it."""
-    program = compiled(target, strategy, monkeypatch)
+    plan = px.Plan(context=4, stream=512, context_strategy=strategy)
+    program = compiled(target, plan, monkeypatch)
     text = program.compiled_step.as_text()
     planned = sent(program.planned_collectives())
     if "H100" not in target:
@@ -73,7 +90,7 @@ def test_kernels_compute_on_what_a_device_has(target, strategy, monkeypatch):
         assert calls == (forward, forward)
     else:  # two kernels of the backward pass
         assert text.count(f'custom_call_target="{KERNELS[target]}"') == 3 * forward
-    keys = ROWS * TOKENS * HEADS * SIZE * 2
+    keys = 2 * ROWS * TOKENS * HEADS * SIZE * 2
     formula = {
         "ring": {"collective-permute": (4 * 3 + 2 * 4) * keys // 4},
         "gather": {"all-gather": 2 * keys, "reduce-scatter": 2 * keys // 4},

@@ -213,6 +213,23 @@ def test_flash_attention_in_pallas_is_split_too():
     assert {one.kind for one in program.collectives()} == {"collective-permute", "all-reduce"}
 
 
+def test_heads_of_flash_attention_in_pallas_are_split():
+    """Under `tensor`: nothing is gathered, and heads that are summed are added up."""
+
+    def attention(q, k, v):
+        return flash.flash_attention(q, k, v, causal=True, sm_scale=SIZE**-0.5)
+
+    heads = dict.fromkeys("qkv", (None, "tensor", None)) | {"o": ("tensor", None, None)}
+    with jax.enable_x64(False):
+        plan = px.Plan(data=2, tensor=2, zero=1, shardings=heads)
+        ours, program = trained(task_of(attention, heads_first=True), plan, 128)
+        equations = functools.partial(written_out, causal=True, heads_first=True)
+        expected, _ = trained(task_of(equations, heads_first=True), px.Plan(), 128)
+    assert models.max_rel_error(ours, expected) < 1e-5
+    kinds = {one.kind for one in program.collectives() if "tensor" in one.axes}
+    assert kinds == {"all-reduce"}
+
+
 @pytest.mark.ci
 def test_flash_attention_in_pallas_is_what_its_definition_says():
     """In Pallas' interpreter: forward, and backward on each half of the keys with the log-sum-exp

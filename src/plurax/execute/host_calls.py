@@ -1,18 +1,20 @@
-"""Run a step on every device, with what calls Python on the host inside, or has a partitioner.
+"""Run a step on every device, with what calls Python on the host inside, or a kernel.
 
 `jax.debug.print`, `jax.pure_callback` and the libraries that use them (the error checks of Diffrax)
 call a Python function on the host, once per device; cuDNN's attention brings a partitioner of its
-own (`jax.custom_partitioning`). XLA takes both only in a `jax.shard_map` that is manual over all
-axes of the mesh; a plan that splits only the batch is manual over `data` alone, so that the model
-may constrain shardings over the other axes. So the step is traced first:
+own (`jax.custom_partitioning`), a kernel in Pallas has none. XLA takes them only in a
+`jax.shard_map` that is manual over all axes of the mesh; a plan that splits only the batch is
+manual over `data` alone, so that the model may constrain shardings over the other axes. So the step
+is traced first:
 
     the traced step holds                     runs manual over
-    neither                                   `data`, from that trace
-    one of these                              all axes, the equations of that trace
+    none of these                             `data`, from that trace
+    a kernel in Pallas                        all axes, traced again: it knows the mesh of its trace
+    one of the others                         all axes, the equations of that trace
     an ordered `jax.debug.print`, devices > 1 nothing: JAX orders the prints of one device only
 
-It is not traced again over all axes: there JAX gives constants another type than what is computed,
-which the checkpointed loops of Equinox, and so the solvers of Diffrax, refuse.
+For the others it is not traced again over all axes: there JAX gives constants another type than
+what is computed, which the checkpointed loops of Equinox, and so the solvers of Diffrax, refuse.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,7 @@ from jax.sharding import Mesh
 
 from plurax import errors
 from plurax.jaxpr.compat import CUSTOM_PARTITIONED, HOST_CALLS, open_jaxpr
-from plurax.jaxpr.interpret import all_equations, interpret, source_line
+from plurax.jaxpr.interpret import all_equations, holds, interpret, source_line
 from plurax.mesh import on_devices
 from plurax.partition.manual import eval_manual_body
 
@@ -69,6 +71,9 @@ def on_devices_with_host_calls(
                     f"{source_line([eqn])}: JAX orders them on one device only, and the plan has "
                     f"{mesh.size}. Leave out ordered=True, or train on one device, Plan()."
                 )
+        kernels = any(holds(closed.jaxpr, name) for name in ("pallas_call", "attend"))
+        if kernels and axes != set(mesh.axis_names):
+            return on_devices(fun, mesh, set(mesh.axis_names), kinds, takes, gives)(*args)
         flat = jax.tree.leaves(args)
         if calls and axes != set(mesh.axis_names):
             results = interpret(closed.jaxpr, closed.consts, flat, {"shard_map": over_all_axes})

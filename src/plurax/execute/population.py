@@ -209,7 +209,7 @@ class Population(StepFunctions):
         task, optimizer = self.make(member.hyper)
         if platform_of(self.mesh) == "tpu":
             optimizer = with_compact_gradients(optimizer)
-        return self.backend.of(planned_task(task, self.plan), optimizer)
+        return self.backend.of(planned_task(task, self.plan, member=True), optimizer)
 
     def trim(self, values: PyTree) -> PyTree:
         """Drop the members that fill the slots, from leaves `(slots, ...)`."""

@@ -97,6 +97,22 @@ class KernelRegion:
         return [shape_of(atom)[dim] for atom in self.eqn.invars[:2]]
 
 
+def on_all_keys(kernel: AttentionKernel, *operands: Array) -> Array:
+    """Return a kernel's result, as operations whose rows and heads may be split."""
+    run = jax.custom_vjp(lambda *args: attend(*args, kernel=kernel)[0])
+
+    def forward(*args: Array) -> Any:
+        out, lse = (checkpoint_name(x, STREAMED) for x in attend(*args, kernel=kernel))
+        return out, (*args, out, lse)
+
+    def backward(kept: Any, gradient: Array) -> Any:
+        return attend_backward(*kept, gradient, kernel=kernel)
+
+    run.defvjp(forward, backward)
+    out: Array = run(*operands)
+    return out
+
+
 @final
 class KernelBlocks:
     """Attention by a kernel as a function of q, k and v, with a derivative.
@@ -130,17 +146,7 @@ class KernelBlocks:
     def with_heads(self, q: Array, k: Array, v: Array) -> Array:
         """Return the same where each device gets all tokens of a share of the heads."""
         operands = (over_context(self._split(x), self._heads, tokens=False) for x in (q, k, v))
-        run = jax.custom_vjp(lambda *args: attend(*args, kernel=self.kernel)[0])
-
-        def forward(*args: Array) -> Any:
-            out, lse = (checkpoint_name(x, STREAMED) for x in attend(*args, kernel=self.kernel))
-            return out, (*args, out, lse)
-
-        def backward(kept: Any, gradient: Array) -> Any:
-            return attend_backward(*kept, gradient, kernel=self.kernel)
-
-        run.defvjp(forward, backward)
-        return over_context(run(*operands), self._tokens)
+        return over_context(on_all_keys(self.kernel, *operands), self._tokens)
 
     # --- Parts ----------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from plurax.jaxpr.interpret import (
     source_line,
     variables,
 )
-from plurax.jaxpr.kernel_blocks import KernelBlocks, KernelRegion
+from plurax.jaxpr.kernel_blocks import KernelBlocks, KernelRegion, on_all_keys
 from plurax.jaxpr.key_blocks import KeyBlocks
 from plurax.jaxpr.masked_queries import WORTHWHILE, Queries, seen_queries
 from plurax.jaxpr.over_tokens import over_tokens
@@ -147,6 +147,22 @@ def _key_blocks(region: Region, options: StreamOptions, find: Callable[..., Quer
     return KeyBlocks(region, block, context)
 
 
+def with_kernels(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Return the same function with kernels as operations whose rows and heads may be split.
+
+    Those of libraries may not (Pallas), or not under `jax.vmap` over any dim (cuDNN).
+    """
+
+    def find(body: Body) -> list[KernelRegion]:
+        kernels = [(eqn, kernel_of(eqn)) for eqn in body.eqns]
+        return [KernelRegion(eqn, kernel) for eqn, kernel in kernels if kernel is not None]
+
+    def apply(region: KernelRegion, _: Body, values: Mapping[Any, Any]) -> Sequence[Any]:
+        return [on_all_keys(region.kernel, *(values[var] for var in region.operands))]
+
+    return by_jaxpr(fun, Regions(find, apply, _has_kernels).evaluate)
+
+
 def _by_kernel(region: KernelRegion, options: StreamOptions, *operands: Array) -> Array:
     """Return the result of a kernel on parts of the keys, or of the heads."""
     context, order = options.context, BY_PLACES
@@ -184,8 +200,12 @@ def _kernels(eqns: Sequence[Any], context: Context) -> list[KernelRegion]:
 
 def _has_attention(jaxpr: Any) -> bool:
     """Whether any product or kernel in a jaxpr may be attention."""
-    kernels = any(eqn.primitive.name == "custom_vjp_call" for eqn in all_equations(jaxpr))
-    return kernels or _has_products(jaxpr)
+    return _has_kernels(jaxpr) or _has_products(jaxpr)
+
+
+def _has_kernels(jaxpr: Any) -> bool:
+    """Whether any function in a jaxpr has a derivative of its own, as kernels have."""
+    return any(eqn.primitive.name == "custom_vjp_call" for eqn in all_equations(jaxpr))
 
 
 def _has_products(jaxpr: Any) -> bool:

@@ -16,6 +16,7 @@ from plurax.execute.backends.sharded import ShardedBackend
 from plurax.execute.transformed_task import streamed_task, transformed_task
 from plurax.jaxpr.context import Context
 from plurax.jaxpr.expert_rows import at_experts
+from plurax.jaxpr.stream import with_kernels
 from plurax.mesh import platform_of
 from plurax.plan import Plan
 from plurax.task import Task
@@ -26,13 +27,16 @@ def needs_partitioner(task: Task, plan: Plan) -> bool:
     return plan.partitioned or (task.coupled and plan.data > 1)
 
 
-def planned_task(task: Task, plan: Plan) -> Task:
-    """Return the task with attention in blocks and rows at their experts, as a plan says."""
+def planned_task(task: Task, plan: Plan, *, member: bool = False) -> Task:
+    """Return the task with attention in blocks or in parts, and rows at their experts, as a plan
+    says. `member`: whether it is that of a member, over which others are mapped."""
     # Between stages tokens would be brought back to the order of their places.
     ordered = plan.pipeline == 1
     context = Context(plan.context, plan.context_strategy, ordered) if plan.context > 1 else None
     # Of tokens that may be split over `tensor` a range would be gathered from others.
     task = streamed_task(task, plan.stream, context, skip=plan.tensor == 1)
+    if (plan.tensor > 1 or member) and context is None:
+        task = transformed_task(task, with_kernels)
     if plan.splits_experts and not task.coupled:
         task = transformed_task(task, functools.partial(at_experts, devices=plan.data))
     return task
