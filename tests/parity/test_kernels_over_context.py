@@ -7,6 +7,7 @@ kernels themselves is asserted in `tests/absent`.
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import importlib
 from unittest import mock
@@ -325,6 +326,18 @@ def shape_with(size, dim):
     shape = [1, 2, 128, 128]
     shape.insert(dim, size)
     return shape
+
+
+def test_kernels_of_other_sizes_are_left_as_they_are():
+    """Blocks of a part are multiples of 128, and so are its tokens."""
+    small = flash.BlockSizes.get_default(1, 1, 1, 1, 1)
+    kernel = PallasFlash(True, 1.0, True, small)
+    assert kernel.reason_against(256, 384) is None
+    assert "a part would have 64" in kernel.reason_against(64, 256)
+    halves = dataclasses.replace(small, block_q=64)
+    assert "no multiples of 128" in dataclasses.replace(kernel, block_sizes=halves).reason_against(
+        256, 256
+    )
 
 
 def test_queries_under_a_mask_are_whole():

@@ -198,6 +198,9 @@ class PallasFlash(AttentionKernel):
         """Blocks are of 128 tokens, or of a multiple."""
         if queries % self.LANES or keys % self.LANES:
             return f"its blocks are of {self.LANES} tokens, and a part would have {queries}"
+        if any(size % self.LANES for name, size in vars(self.block_sizes).items()
+               if size is not None and name != "block_b"):  # fmt: skip
+            return f"its blocks are no multiples of {self.LANES} tokens"
         return None
 
     def _sizes(self, queries: int, keys: int) -> Any:

@@ -60,14 +60,14 @@ class KernelRegion:
         """Return the `id` of the equation."""
         return {id(self.eqn)}
 
-    @property
-    def operands(self) -> list[Any]:
-        """Queries, keys and values."""
-        return list(self.eqn.invars[:3])
-
     def reads(self) -> list[Any]:
         """Return the variables of queries, keys and values."""
-        return self.operands
+        return list(self.eqn.invars[:3])
+
+    @property
+    def tokens(self) -> list[int]:
+        """The numbers of queries and of keys."""
+        return self._sizes(self.kernel.tokens)
 
     def exchanges_heads(self, context: Context) -> bool:
         """Whether each device has all tokens, for a share of the heads."""
@@ -77,16 +77,16 @@ class KernelRegion:
     def order(self, context: Context) -> Order:
         """Return the order in which devices may have the tokens: that of places if no other."""
         order = Order(context.devices)
-        fits = context.ordered and all(map(order.fits, self._sizes(self.kernel.tokens)))
+        fits = context.ordered and all(map(order.fits, self.tokens))
         return order if fits and not self.exchanges_heads(context) else BY_PLACES
 
     def reason_against(self, context: Context) -> str | None:
         """Return why it cannot be computed in parts; None if it can."""
-        queries, keys = self._sizes(self.kernel.tokens)
+        queries, keys = self.tokens
         if queries % context.devices or keys % context.devices:
             return f"{context.devices} devices do not divide {queries} queries and {keys} keys"
         if self.exchanges_heads(context):
-            return None
+            return self.kernel.reason_against(queries, keys)
         if self.kernel.causal and queries != keys:
             return f"its causal mask is one of {queries} queries and {keys} keys"
         parts = self.order(context).parts if context.ordered else context.devices
@@ -190,15 +190,12 @@ class KernelBlocks:
 
     def _forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         """Return the result, and what the derivative reads, of keys and values in blocks."""
-        share = k.shape[self._tokens + 1]
+        share, wide = k.shape[self._tokens + 1], wide_dtype(q.dtype)
         dims = (self._tokens, self._tokens, self._queries)
-        wide = wide_dtype(q.dtype)
         if self.kernel.causal:
             out, lse = attend(stack_blocks(q, self._tokens, share), k, v, kernel=self.kernel)
-            out, lse = (
-                unstack_blocks(out, self._tokens).astype(wide),
-                unstack_blocks(lse, self._queries),
-            )
+            out = unstack_blocks(out, self._tokens).astype(wide)
+            lse = unstack_blocks(lse, self._queries)
         else:
             out = jnp.zeros((*q.shape[:-1], v.shape[-1]), wide)
             statistics = (*q.shape[:-3], q.shape[self._heads], q.shape[self._tokens])

@@ -27,11 +27,7 @@ from plurax.jaxpr.context import Context
 from plurax.jaxpr.equal_dims import shape_of
 from plurax.jaxpr.follow_dim import Region, candidates, follow
 from plurax.jaxpr.forms import NotFollowedError
-from plurax.jaxpr.interpret import (
-    all_equations,
-    source_line,
-    variables,
-)
+from plurax.jaxpr.interpret import all_equations, source_line, variables
 from plurax.jaxpr.kernel_blocks import KernelBlocks, KernelRegion, on_all_keys
 from plurax.jaxpr.key_blocks import KeyBlocks
 from plurax.jaxpr.masked_queries import WORTHWHILE, Queries, seen_queries
@@ -115,7 +111,7 @@ def _regions_of(options: StreamOptions) -> Regions:
         region: Region | KernelRegion, body: Body, values: Mapping[Any, Any]
     ) -> Sequence[Any]:
         if isinstance(region, KernelRegion):
-            return [_by_kernel(region, options, *(values[var] for var in region.operands))]
+            return [_by_kernel(region, options, *(values[var] for var in region.reads()))]
         queries = functools.partial(
             seen_queries, eqns=body.eqns, inputs=body.inputs, constants=body.constants
         )
@@ -155,10 +151,11 @@ def with_kernels(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     def find(body: Body) -> list[KernelRegion]:
         kernels = [(eqn, kernel_of(eqn)) for eqn in body.eqns]
-        return [KernelRegion(eqn, kernel) for eqn, kernel in kernels if kernel is not None]
+        regions = [KernelRegion(eqn, kernel) for eqn, kernel in kernels if kernel is not None]
+        return [one for one in regions if one.kernel.reason_against(*one.tokens) is None]
 
     def apply(region: KernelRegion, _: Body, values: Mapping[Any, Any]) -> Sequence[Any]:
-        return [on_all_keys(region.kernel, *(values[var] for var in region.operands))]
+        return [on_all_keys(region.kernel, *(values[var] for var in region.reads()))]
 
     return by_jaxpr(fun, Regions(find, apply, _has_kernels).evaluate)
 
