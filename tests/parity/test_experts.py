@@ -25,7 +25,7 @@ def init(key, experts=E):
         "in": (D, D), "router": (D, experts), "preferred": (experts,), "gate": (experts, D, H),
         "up": (experts, D, H), "bias": (experts, H), "down": (experts, H, D), "head": (D, D),
     }  # fmt: skip
-    arrays = models.normals(key, jnp.float64, *shapes.values())
+    arrays = models.normals(key, float, *shapes.values())
     return {name: array * 0.5 for name, array in zip(shapes, arrays, strict=True)}
 
 
