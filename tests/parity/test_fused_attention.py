@@ -101,7 +101,7 @@ def fused(layout, causal, bias=None, dropout=0.0):
 # --- A model --------------------------------------------------------------------------------------
 
 
-def task_of(attention, key_heads, heads_first=False):
+def task_of(attention, key_heads=HEADS, heads_first=False):
     """A residual layer of attention, and what it is of the same numbers by definition."""
     shapes = {
         "q": (WIDTH, HEADS, SIZE), "k": (WIDTH, key_heads, SIZE), "v": (WIDTH, key_heads, SIZE),
@@ -111,7 +111,7 @@ def task_of(attention, key_heads, heads_first=False):
     def init(key):
         keys = jax.random.split(key, len(shapes))
         return {
-            name: 0.3 * jax.random.normal(key, shape, jnp.float64)
+            name: 0.3 * jax.random.normal(key, shape)
             for key, (name, shape) in zip(keys, shapes.items(), strict=True)
         }
 

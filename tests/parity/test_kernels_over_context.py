@@ -36,7 +36,7 @@ from plurax.jaxpr.interpret import all_equations
 cudnn = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
 flash = importlib.import_module("jax.experimental.pallas.ops.tpu.flash_attention")
 
-ROWS, WIDTH, HEADS, SIZE = 4, 8, 4, 8
+ROWS, HEADS, SIZE = 4, whole.HEADS, whole.SIZE
 STRATEGIES = ("ring", "gather", "heads")
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -124,30 +124,11 @@ def written_out(q, k, v, *, causal, heads_first=False):
 # --- A layer --------------------------------------------------------------------------------------
 
 
-def task_of(attention, key_heads=HEADS, heads_first=False):
-    shapes = {
-        "q": (WIDTH, HEADS, SIZE), "k": (WIDTH, key_heads, SIZE), "v": (WIDTH, key_heads, SIZE),
-        "o": (HEADS, SIZE, WIDTH),
-    }  # fmt: skip
-
-    def init(key):
-        keys = jax.random.split(key, len(shapes))
-        return {
-            name: 0.3 * jax.random.normal(key, shape)
-            for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-        }
-
-    def loss(params, batch, keys):
-        order = "bnth" if heads_first else "btnh"
-        q, k, v = (jnp.einsum(f"btd,dnh->{order}", batch["x"], params[name]) for name in "qkv")
-        out = jnp.einsum(f"{order},nhd->btd", attention(q, k, v), params["o"])
-        return jnp.mean((batch["x"] + jnp.tanh(out) - batch["y"]) ** 2, (1, 2))
-
-    return px.Task(init=init, loss=loss)
+task_of = whole.task_of
 
 
 def batch(tokens):
-    numbers = np.random.default_rng(0).normal(size=(2, ROWS, tokens, WIDTH))
+    numbers = np.random.default_rng(0).normal(size=(2, ROWS, tokens, whole.WIDTH))
     numbers = numbers.astype(jnp.zeros(()).dtype)
     return {"x": numbers[0], "y": numbers[1]}
 
@@ -296,7 +277,7 @@ def test_examples_one_by_one(strategy):
         )
 
     plan = px.Plan(data=2, context=2, stream=8, context_strategy=strategy)
-    ours, program = trained(task_of(attention, 2), plan)
+    ours, program = trained(task_of(attention, key_heads=2), plan)
     assert models.max_rel_error(ours, by_equations(2, True, False)) < 1e-10
     assert sent(program)
 
@@ -436,3 +417,12 @@ def test_a_kernel_that_needs_all_tokens_says_so(attention, devices, reason):
     (said,) = {str(one.message) for one in raised if one.category is StreamWarning}
     assert "test_kernels_over_context.py" in said
     assert models.max_rel_error(ours, trained(task_of(both), px.Plan())[0]) < 1e-10
+
+
+def test_a_kernel_that_needs_all_tokens_is_refused_where_nothing_else_is_split():
+    plan = px.Plan(context=2, stream=8)
+    with (
+        pytest.warns(StreamWarning, match=WHOLE),
+        pytest.raises(px.errors.PlanError, match="or a call of cuDNN's"),
+    ):
+        trained(task_of(lambda q, k, v: of_cudnn(q, k, v, causal=True, window=8)), plan)

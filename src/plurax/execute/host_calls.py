@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 from plurax import errors
 from plurax.jaxpr.compat import CUSTOM_PARTITIONED, HOST_CALLS, open_jaxpr
-from plurax.jaxpr.interpret import all_equations, holds, interpret, source_line
+from plurax.jaxpr.interpret import all_equations, interpret, source_line
 from plurax.mesh import on_devices
 from plurax.partition.manual import eval_manual_body
 
@@ -61,7 +61,8 @@ def on_devices_with_host_calls(
     def run(*args: Any) -> Any:
         mapped = on_devices(fun, mesh, axes, kinds, takes, gives)
         closed, shapes = jax.make_jaxpr(mapped, return_shape=True)(*args)
-        calls = [eqn for eqn in all_equations(closed.jaxpr) if eqn.primitive.name in _ALL_MANUAL]
+        equations = list(all_equations(closed.jaxpr))
+        calls = [eqn for eqn in equations if eqn.primitive.name in _ALL_MANUAL]
         for eqn in calls:
             # The class of the effect is private. JAX runs an ordered `io_callback` everywhere.
             ordered = any(type(one).__name__ == "OrderedDebugEffect" for one in eqn.effects)
@@ -71,7 +72,7 @@ def on_devices_with_host_calls(
                     f"{source_line([eqn])}: JAX orders them on one device only, and the plan has "
                     f"{mesh.size}. Leave out ordered=True, or train on one device, Plan()."
                 )
-        kernels = any(holds(closed.jaxpr, name) for name in ("pallas_call", "attend"))
+        kernels = any(eqn.primitive.name in ("pallas_call", "attend") for eqn in equations)
         if kernels and axes != set(mesh.axis_names):
             return on_devices(fun, mesh, set(mesh.axis_names), kinds, takes, gives)(*args)
         flat = jax.tree.leaves(args)

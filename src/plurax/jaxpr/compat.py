@@ -98,13 +98,14 @@ def derivative_of(eqn: Any) -> tuple[Callable[..., Any], list[Any]] | None:
     None where JAX keeps them in another way. That of a function under `jax.vmap` is in a closure.
     """
     wrapped = eqn.params["bwd"]
-    while "bwd" in (inner := inspect.getclosurevars(getattr(wrapped, "f", open_jaxpr)).nonlocals):
-        wrapped = inner["bwd"]
-    transforms = dict(getattr(wrapped, "transforms", ()))
-    constants = [args for by, args in transforms.items() if by.__name__ == "_prepend_static_args"]
-    if not hasattr(wrapped, "f") or len(constants) != 1:
-        return None
-    return wrapped.f, [one.val for one in constants[0][0]]
+    while hasattr(wrapped, "f"):
+        outside = inspect.getclosurevars(wrapped.f).nonlocals
+        if "bwd" not in outside:
+            steps = {by.__name__: args for by, args in wrapped.transforms}
+            constants = steps.get("_prepend_static_args")
+            return constants and (wrapped.f, [one.val for one in constants[0]])
+        wrapped = outside["bwd"]
+    return None
 
 
 def open_jaxpr(inner: Any) -> tuple[Any, list[Any]]:

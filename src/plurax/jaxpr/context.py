@@ -113,15 +113,13 @@ class Context:
         again in the derivative. Those of a ring stay where they are; in the derivative after its
         cotangents, `by`, or a compiler would keep what the forward pass received.
         """
-        if self.strategy != "ring":
-            return (
-                list(stacks)
-                if order.devices == 1
-                else [None if x is None else over_context(x, None) for x in stacks]
-            )
         known = [x for x in stacks if x is not None]
-        tied = iter(order_after(known, pick_dependency(by)) if by else known)
-        return [None if x is None else next(tied) for x in stacks]
+        if self.strategy == "ring":
+            known = order_after(known, pick_dependency(by)) if by else known
+        elif order.devices > 1:
+            known = [over_context(x, None) for x in known]
+        arrays = iter(known)
+        return [None if x is None else next(arrays) for x in stacks]
 
     def of_places(self, region: Region, places: Array, label: int) -> Array:
         """Return the places along a dim, split over `context` if its label is that of tokens.

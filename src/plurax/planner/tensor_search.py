@@ -336,13 +336,18 @@ class TensorSearch:
         rows = self._rows(plan) / solved.rows_of_a_microbatch
         assert isinstance(plan.schedule, str | tuple)
         profile = solved.profile
-        # The parts between boundaries are taken to be equal.
-        depth = self._depth or sum(plan.layers or (1,) * plan.total_stages)
-        shares = profile.layers.times(rows), profile.embedding.times(rows), profile.head.times(rows)
         return StagedModel(
-            plan.schedule, plan.pipeline, plan.most_microbatches, plan.virtual_stages, depth,
-            *shares, self._speeds(plan),
-        )  # fmt: skip
+            plan.schedule,
+            plan.pipeline,
+            plan.most_microbatches,
+            plan.virtual_stages,
+            # The parts between boundaries are taken to be equal.
+            self._depth or sum(plan.layers or (1,) * plan.total_stages),
+            profile.layers.times(rows),
+            profile.embedding.times(rows),
+            profile.head.times(rows),
+            self._speeds(plan),
+        )
 
     def _slowest(self, plan: Plan) -> float:
         """Return the microbatches that the slowest device has time for while the slowest replica

@@ -28,8 +28,7 @@ def needs_partitioner(task: Task, plan: Plan) -> bool:
 
 
 def planned_task(task: Task, plan: Plan, *, member: bool = False) -> Task:
-    """Return the task with attention in blocks or in parts, and rows at their experts, as a plan
-    says. `member`: whether it is that of a member, over which others are mapped."""
+    """Return the task as a plan computes it; a `member` is one of a population."""
     # Between stages tokens would be brought back to the order of their places.
     ordered = plan.pipeline == 1
     context = Context(plan.context, plan.context_strategy, ordered) if plan.context > 1 else None

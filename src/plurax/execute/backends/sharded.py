@@ -149,8 +149,8 @@ class ShardedBackend(Backend):
                 f"Plan(context={plan.context}): no attention was found whose queries and keys "
                 f"{plan.context} devices divide, so no tokens are split, and all devices would do "
                 "the same work. Attention is a product of two activations that is summed over its "
-                f"keys; its tokens must be a multiple of {plan.context}. Or use "
-                f"data={plan.context}, which splits the batch."
+                "keys, or a call of cuDNN's or of JAX's flash attention without a bias; its tokens "
+                f"must be a multiple of {plan.context}. Or data={plan.context} splits the batch."
             )
         parts = parts_of_tensor(tags, sizes.get("tensor", 1))
         runs: dict[str, Any] = {"permutes": plan.pipeline == 1, "platform": platform_of(mesh)}
