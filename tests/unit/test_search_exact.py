@@ -368,7 +368,8 @@ def small_steps(draw):
 
     axes = Axes({"tensor": draw(st.sampled_from([2, 3, 4, 6]))})
     like = [jax.ShapeDtypeStruct(shape, FLOAT) for shape in shapes]
-    return graph_of(fun, (like[1:], (), like[0]), axes, trips=draw(st.integers(1, 3)))
+    args = like[1:], (), like[0]
+    return graph_of(jax.make_jaxpr(fun)(*args), args, axes, trips=draw(st.integers(1, 3)))
 
 
 def exhaustive(problem):

@@ -20,6 +20,7 @@ A *bubble* is the time in which devices are idle, as a part of all devices' time
 named schedules are in their docstrings.
 """
 
+import collections
 import dataclasses
 import functools
 import re
@@ -169,12 +170,10 @@ def one_f_one_b(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
     Bubble as GPipe's; device `d` of `p` stores the activations of at most `p - d` microbatches.
     """
     _check_sizes("1f1b", devices, microbatches, chunks)
-    lines = []
-    for device in range(devices):
-        # Until the first cotangent is back from the devices behind, only forwards are possible.
-        warm = min(microbatches, devices - device - 1)
-        lines.append(_in_turns(_numbered("F", microbatches), _numbered("B", microbatches), warm))
-    return Schedule("1f1b", tuple(lines))
+    turns = _numbered("F", microbatches), _numbered("B", microbatches)
+    # Until the first cotangent is back from the devices behind, only forwards are possible.
+    warm = [min(microbatches, devices - device - 1) for device in range(devices)]
+    return Schedule("1f1b", tuple(_in_turns(*turns, count) for count in warm))
 
 
 def eager_one_f_one_b(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -191,11 +190,9 @@ def eager_one_f_one_b(devices: int, microbatches: int, chunks: int = 1) -> Sched
     microbatches, about twice as many as under 1F1B.
     """
     _check_sizes("eager-1f1b", devices, microbatches, chunks)
-    lines = []
-    for device in range(devices):
-        warm = min(microbatches, 2 * (devices - device - 1))
-        lines.append(_in_turns(_numbered("F", microbatches), _numbered("B", microbatches), warm))
-    return Schedule("eager-1f1b", tuple(lines), pairs=True)
+    turns = _numbered("F", microbatches), _numbered("B", microbatches)
+    warm = [min(microbatches, 2 * (devices - device - 1)) for device in range(devices)]
+    return Schedule("eager-1f1b", tuple(_in_turns(*turns, count) for count in warm), pairs=True)
 
 
 def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -240,10 +237,10 @@ def zb_h1(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
     `(p - 1) / (3 m + p - 1)`, about a third of 1F1B's, if F, B and W take equally long.
     """
     _check_sizes("zb-h1", devices, microbatches, chunks)
+    forward, backward, weights = (_numbered(kind, microbatches) for kind in KINDS)
     lines = []
     for device in range(devices):
-        warm = min(microbatches, devices - device - 1)
-        turns = _in_turns(_numbered("F", microbatches), _numbered("B", microbatches), warm)
+        turns = _in_turns(forward, backward, min(microbatches, devices - device - 1))
         line: list[Action] = []
         done = 0
         for action in turns:
@@ -251,10 +248,9 @@ def zb_h1(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
             # Later devices receive cotangents sooner, so they have B's to do first; their W's wait
             # for the end, where the device would otherwise be idle.
             if action.kind == "B" and action.microbatch >= device:
-                line.append(Action("W", done))
+                line.append(weights[done])
                 done += 1
-        line += [Action("W", m) for m in range(done, microbatches)]
-        lines.append(tuple(line))
+        lines.append((*line, *weights[done:]))
     return Schedule("zb-h1", tuple(lines))
 
 
@@ -403,32 +399,39 @@ def check_forwards_in_order(schedule: Schedule) -> None:
 
 
 def _ticks(schedule: Schedule) -> list[tuple[tuple[Action, ...], ...]]:
-    at, last = [0] * schedule.devices, [-1] * schedule.devices
-    ticks_of: dict[tuple[str, int, int], int] = {}  # of kind, stage and microbatch
+    at, last = [0] * (devices := schedule.devices), [-1] * schedule.devices
+    # Of kind and stage, by microbatch; a schedule may have a hundred thousand actions.
+    ticks_of: dict[tuple[str, int], dict[int, int]] = collections.defaultdict(dict)
     waiting: dict[tuple[str, int, int], list[int]] = {}
     columns: list[list[tuple[Action, ...]]] = []
-    todo = list(range(schedule.devices))
+
+    @functools.cache
+    def needs(kind: str, stage: int) -> list[tuple[tuple[str, int], dict[int, int], bool]]:
+        every = schedule.needs(kind, stage)
+        return [(one, ticks_of[one], _takes_a_tick(schedule, one[0], kind)) for one in every]
+
+    todo = [*range(devices)]
     while todo:
         device = todo.pop()
-        line = schedule.actions[device]
+        line, tick = schedule.actions[device], last[device]
         while at[device] < len(line):
-            kind, microbatch, _ = action = line[at[device]]
-            stage = schedule.stage(device, action)
-            needs = [(*need, microbatch) for need in schedule.needs(kind, stage)]
-            missing = next((need for need in needs if need not in ticks_of), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(device)
-                break
-            tick = 0
-            if at[device]:
-                tick = last[device] + _takes_a_tick(schedule, line[at[device] - 1].kind, kind)
-            for need in needs:
-                tick = max(tick, ticks_of[need] + _takes_a_tick(schedule, need[0], kind))
-            last[device] = ticks_of[kind, stage, microbatch] = tick
-            columns += ([()] * schedule.devices for _ in range(len(columns), tick + 1))
-            columns[tick][device] += (action,)
-            at[device] += 1
-            todo += waiting.pop((kind, stage, microbatch), ())
+            kind, microbatch, chunk = action = line[at[device]]
+            key = kind, chunk * devices + device
+            tick += not at[device] or _takes_a_tick(schedule, line[at[device] - 1][0], kind)
+            for need, known, later in needs(*key):
+                if microbatch not in known:
+                    waiting.setdefault((*need, microbatch), []).append(device)
+                    break
+                tick = max(tick, known[microbatch] + later)
+            else:
+                last[device] = ticks_of[key][microbatch] = tick
+                while tick >= len(columns):
+                    columns.append([()] * devices)
+                columns[tick][device] += (action,)
+                at[device] += 1
+                todo += waiting.pop((*key, microbatch), ())
+                continue
+            break
     if waiting:
         raise errors.PlanError(
             "the schedule cannot run: devices wait for each other forever: "
@@ -453,10 +456,10 @@ def live_activations(schedule: Schedule) -> list[int]:
     most = []
     for line in schedule.actions:
         held = peak = 0
-        for action in line:
-            held += action.kind == "F"
+        for kind, _, _ in line:
+            held += kind == "F"
             peak = max(peak, held)
-            held -= action.kind == last
+            held -= kind == last
         most.append(peak)
     return most
 

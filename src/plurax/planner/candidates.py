@@ -120,7 +120,7 @@ def model_of(
     gradients, and each updates some. A device multiplies with the weights of its experts alone.
     """
     like: TrainState = jax.eval_shape(lambda: new_state(task, optimizer, jax.random.key(0)))
-    rows = abstract_rows(batch)
+    args = like.params, like.model_state, abstract_rows(batch)
     leaves = tree.named_leaves(like.params)
     whole = {path: leaf for path, leaf in leaves.items() if not _is_over_data(path, rules)}
     parameters, every = tree.byte_count(whole), tree.byte_count(leaves)
@@ -129,7 +129,7 @@ def model_of(
     for remat in remats:
         # Of frozen parameters the search counts gradients as of the others.
         fun = gradient(dataclasses.replace(task, frozen=()), precision, remat=remat)
-        graph = graph_of(fun, (like.params, like.model_state, rows), Axes({}), searched=())
+        graph = graph_of(jax.make_jaxpr(fun)(*args), args, Axes({}), searched=())
         totals[remat] = _totals(graph, machine, task.stack.depth if task.stack else 1, groups)
     depth = task.stack.depth if task.stack else 0
     marked, activations = _boundaries(graph.traced.jaxpr, depth)

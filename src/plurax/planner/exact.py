@@ -36,7 +36,7 @@ from plurax import errors
 from plurax.planner.costs import TimeCosts
 from plurax.planner.equal_layers import classes_of
 from plurax.planner.fewest import minimal
-from plurax.planner.graph import Graph, GraphValue, Use
+from plurax.planner.graph import Graph, GraphValue
 from plurax.planner.origins import in_words
 from plurax.planner.problem import Pins, Problem, Solution, Within, written
 from plurax.sharding.spec import TensorSharding
@@ -178,16 +178,13 @@ class _IntegerProgram:
 
     def _value(self, value: GraphValue, count: int) -> None:
         """Add the flow of a value from its producer to each reader, `count` times."""
-        nodes, reshard = self._problem.graph.nodes, self._problem.reshard
-        produced: Columns = {}
-        for choice, column in self._columns[value.node].items():
-            sharding = nodes[value.node].strategies[choice].outputs[value.output]
-            produced.setdefault(sharding, []).append(column)
+        reshard = self._problem.reshard
+        produced = self._by_sharding(value.node, "outputs", value.output)
         paid: dict[Any, int] = {}
         # A carry that is returned as it came has one sharding in any case.
         uses = [use for use in value.uses if use.node != value.node]
         for use in uses:
-            taken = self._taken(use)
+            taken = self._by_sharding(use.node, "inputs", use.input)
             flow: dict[tuple[TensorSharding, TensorSharding], int] = {}
             for s in produced:
                 for d in taken:
@@ -208,13 +205,12 @@ class _IntegerProgram:
                 into = [(flow[s, d], 1.0) for s in produced if (s, d) in flow]
                 self._row(into + [(column, -1.0) for column in columns], 0, 0)
 
-    def _taken(self, use: Use) -> Columns:
-        """Return the columns of a reader's strategies by the sharding that they take."""
-        taken: Columns = {}
-        for choice, column in self._columns[use.node].items():
-            sharding = self._problem.graph.nodes[use.node].strategies[choice].inputs[use.input]
-            taken.setdefault(sharding, []).append(column)
-        return taken
+    def _by_sharding(self, node: int, side: str, place: int) -> Columns:
+        """Return the columns of a node's strategies by the sharding of an input or an output."""
+        strategies, columns = self._problem.graph.nodes[node].strategies, Columns()
+        for choice, column in self._columns[node].items():
+            columns.setdefault(getattr(strategies[choice], side)[place], []).append(column)
+        return columns
 
     def _limit(self, budget: Budget) -> None:
         """Add the limit on memory, in thousandths of it."""

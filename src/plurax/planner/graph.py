@@ -25,7 +25,8 @@ values of the graph, and their readers have no input there.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ from plurax.errors import PlanError
 from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import initial
 from plurax.execute.placement import leading_dim
-from plurax.execute.rows import Rows, index_rows
+from plurax.execute.rows import abstract_rows
 from plurax.jaxpr.compat import (
     LINEAR,
     REMAT,
@@ -49,11 +50,12 @@ from plurax.jaxpr.compat import (
     is_call_or_remat,
     is_recomputed,
 )
+from plurax.jaxpr.interpret import holds
 from plurax.mesh import abstract_mesh, within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.pins import equations
 from plurax.partition.rule_context import RuleContext
-from plurax.partition.values import ShardedValue, ValueVersions
+from plurax.partition.values import ValueVersions
 from plurax.plan import Plan
 from plurax.planner.shard_strategies import ShardStrategy, StrategyFinder, Tensor, every_sharding
 from plurax.sharding.axes import Axes
@@ -168,7 +170,7 @@ class Graph:
 
 
 def graph_of(
-    fun: Callable[..., tuple[Any, PyTree]],
+    closed: Any,
     args: tuple[PyTree, PyTree, PyTree],
     axes: Axes,
     *,
@@ -180,14 +182,13 @@ def graph_of(
 
     **Arguments:**
 
-    - `fun`: `(params, model_state, rows) -> (totals, model_state)`, whose totals end with the
-      gradient, as `plurax.execute.gradient.gradient` returns it; it is traced once.
+    - `closed`: the traced `(params, model_state, rows) -> (totals, model_state)`, whose totals end
+      with the gradient, as `plurax.execute.gradient.gradient` returns it.
     - `args`: its arguments as `jax.ShapeDtypeStruct`s, `rows` those of one device's microbatch.
     - `axes`, of the mesh; `searched`, those over which operators may be split.
     - `trips`: microbatches per step.
     - `named`: a function from an annotation's name and shape to its sharding, or None.
     """
-    closed, (totals, state) = jax.make_jaxpr(fun, return_shape=True)(*args)
     builder = _GraphBuilder(axes, searched, named)
     params = tree.named_leaves(args[0])
     others = len(jax.tree.leaves(args[1:]))
@@ -197,7 +198,7 @@ def graph_of(
     for value in inputs[len(params) :]:
         value.varying = True
     results = builder.evaluate(closed.jaxpr, closed.consts, inputs, "", trips)
-    sums, states = len(jax.tree.leaves(totals)), len(jax.tree.leaves(state))
+    sums = len(results) - len(jax.tree.leaves(args[1]))
     grads = results[sums - len(params) : sums]
     for (path, _), value, grad in zip(params.items(), inputs, grads, strict=False):
         builder.parameter(path, value, grad)
@@ -206,7 +207,7 @@ def graph_of(
     # Totals are reduced once per step; model state is replicated after each microbatch.
     for index, value in enumerate(results[: sums - len(params)]):
         builder.fixed("output", f"output{index}", [value], [], 1)
-    for index, value in enumerate(results[sums : sums + states]):
+    for index, value in enumerate(results[sums:]):
         builder.fixed("output", f"state{index}", [value], [], trips)
     shapes = {path: value.tensor for path, value in zip(params, inputs, strict=False)}
     return Graph(
@@ -214,40 +215,37 @@ def graph_of(
     )
 
 
-def graph_of_step(task: Task, plan: Plan, batch: PyTree) -> Graph:
+def graph_of_step(
+    task: Task, plan: Plan, batch: PyTree, traces: dict[Any, Any] | None = None
+) -> Graph:
     """Return the graph of one device's microbatch under a plan, to be split over `tensor`.
 
     **Arguments:** `batch`: arrays or `jax.ShapeDtypeStruct`s, of all devices. Of the plan `data`,
     `microbatches` and `tensor` count, `precision` and `remat`, and its `shardings` for annotations;
-    its shardings for parameters do not: these are what is searched.
+    its shardings for parameters do not: these are what is searched. `traces`, of graphs of this
+    task and batch, are used again for as many rows, unless they name the mesh that they are of.
     """
-    mesh = abstract_mesh(plan)
     size = plan.padded_size(leading_dim(batch)) // plan.parts
+    key, traces = (size, plan.precision, plan.remat), {} if traces is None else traces
+    closed, args = traces.get(key) or _traced(task, plan, tree.with_rows(batch, size))
+    if not any(holds(closed.jaxpr, name) for name in ("shard_map", "sharding_constraint")):
+        traces[key] = closed, args
+    split = ["tensor"] if plan.tensor > 1 else []
+    axes = Axes(dict.fromkeys(split, plan.tensor), permutes=plan.pipeline == 1)
+    named = Rules(plan.rules, {"tensor": plan.tensor}).find
+    return graph_of(closed, args, axes, searched=split, trips=plan.most_microbatches, named=named)
 
-    def rows(batch: PyTree) -> Rows:
-        key = jax.random.key(0)
-        cut = jax.tree.map(lambda x: jnp.zeros((size, *x.shape[1:]), x.dtype), batch)
-        return index_rows(cut, key, jnp.int32(size))
 
+def _traced(task: Task, plan: Plan, rows: PyTree) -> tuple[Any, tuple[PyTree, PyTree, PyTree]]:
+    """Return the gradient of some rows, and the arguments with which it is traced."""
     params, model_state = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
         jax.eval_shape(lambda: initial(task, jax.random.key(0))),
     )
-    args = (params, model_state, jax.eval_shape(rows, batch))
-    split = ["tensor"] if plan.tensor > 1 else []
-    axes = Axes(dict.fromkeys(split, plan.tensor), permutes=plan.pipeline == 1)
-    rules = Rules(plan.rules, {"tensor": plan.tensor})
-    return graph_of(
-        # Of frozen parameters the search counts gradients as of the others.
-        within(
-            mesh, gradient(dataclasses.replace(task, frozen=()), plan.precision, remat=plan.remat)
-        ),
-        args,
-        axes,
-        searched=split,
-        trips=plan.most_microbatches,
-        named=rules.find,
-    )
+    args = params, model_state, abstract_rows(rows)
+    # Of frozen parameters the search counts gradients as of the others.
+    fun = gradient(dataclasses.replace(task, frozen=()), plan.precision, remat=plan.remat)
+    return jax.make_jaxpr(within(abstract_mesh(plan), fun))(*args), args
 
 
 class _TracedValue:
@@ -442,7 +440,7 @@ class _GraphBuilder:
         self, eqn: Any, value: _TracedValue, every: Sequence[TensorSharding]
     ) -> tuple[TensorSharding, ...]:
         """Return the shardings that an annotation leaves as they are; none if it says nothing."""
-        resolver = AnnotationResolver(self.axes, self._named, _first)
+        resolver = AnnotationResolver(self.axes, self._named, operator.attrgetter("value"))
         tensor, targets = value.tensor, []
         for one in every:
             given = ValueVersions(self._context.spec(tensor.shape, tensor.dtype, one))
@@ -536,10 +534,6 @@ class _GraphBuilder:
 
 
 _GIVEN = ("parameter", "argument", "constant")
-
-
-def _first(versions: ValueVersions) -> ShardedValue:
-    return versions.value
 
 
 def _whole(value: _TracedValue) -> TensorSharding:

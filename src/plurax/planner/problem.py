@@ -20,7 +20,6 @@ from plurax import errors
 from plurax.planner.costs import TimeCosts
 from plurax.planner.graph import Graph, GraphValue
 from plurax.planner.origins import in_words
-from plurax.planner.shard_strategies import Tensor
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import entries_of, spelled
 
@@ -86,7 +85,7 @@ class Problem:
         ]
         for path, inputs in (pinned or {}).items():
             self._pin(path, tuple(inputs))
-        self.reshard = functools.cache(self._reshard)
+        self.reshard = functools.cache(functools.partial(costs.reshard, graph.axes))
 
     def _costs_of(self, index: int, within: Within | None) -> list[float]:
         """Return the costs of a node's strategies; infinity for those that are not `within`."""
@@ -125,9 +124,6 @@ class Problem:
                 f"{written(inputs)}, from which it cannot be computed over `tensor`. Of the "
                 f"{len(every)} inputs from which it can, these are nearest:{some}"
             )
-
-    def _reshard(self, tensor: Tensor, source: TensorSharding, target: TensorSharding) -> float:
-        return self.costs.reshard(self.graph.axes, tensor, source, target)
 
     # --- The cost of a choice ---------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ from plurax.planner.candidates import (
     tensor_rows,
 )
 from plurax.planner.costs import TimeCosts, least_together, state_ratios
-from plurax.planner.effort import EVALUATIONS, Effort, Step
+from plurax.planner.effort import EVALUATIONS, Effort, Step, few_collections
 from plurax.planner.expert_weights import fields_of_rows_sent
 from plurax.planner.experts import is_expert, is_plain, machines_of_kinds
 from plurax.planner.found import Found, Ranked
@@ -73,6 +73,7 @@ STREAM = 512
 """Keys of a block of attention, in plans for what fits in no other way."""
 
 
+@few_collections()
 def search(
     task: Task | HyperFn,
     optimizer: optax.GradientTransformation | HyperFn,

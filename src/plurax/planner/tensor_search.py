@@ -18,6 +18,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -173,11 +174,11 @@ class TensorSearch:
         self._batch_size = leading_dim(batch)
         self._depth = task.stack.depth if task.stack else 0
         self._found: dict[tuple[int, str, bool], list[Sharded]] = {}
+        self._traces: dict[Any, Any] = {}
         # For a remat policy, why pinned strategies are of another model.
         self._other: dict[str, errors.PlanError] = {}
-        params = jax.eval_shape(lambda: initial(task, jax.random.key(0)))[0]
-        self._tied = tied_bytes(task, params)
-        leaves = tree.named_leaves(params)
+        params, _ = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
+        self._tied, leaves = tied_bytes(task, params), tree.named_leaves(params)
         self._shapes = {path: leaf.shape for path, leaf in leaves.items()}
         self._sizes = {path: leaf.size * leaf.dtype.itemsize for path, leaf in leaves.items()}
 
@@ -450,7 +451,7 @@ class TensorSearch:
             raise self._other[plan.remat]
         # Stages are not in the graph: it is of the whole model.
         plan = dataclasses.replace(plan, pipeline=1, schedule="1f1b", stages=None, layers=None)
-        graph = graph_of_step(self._task, plan, self._batch)
+        graph = graph_of_step(self._task, plan, self._batch, self._traces)
         costs = self._costs(plan)
         rules = Rules(plan.rules, graph.axes.mesh)
         ruled = {path: rules.find(path, one.shape) for path, one in graph.parameters.items()}

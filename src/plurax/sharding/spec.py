@@ -45,14 +45,13 @@ class TensorSharding:
     partial: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        used = [axis for dim in self.dims for axis in dim]
-        used += sorted(self.partial)
-        for axis in used:
-            if used.count(axis) > 1:
-                raise errors.PlanError(
-                    f"{self!r} names the mesh axis {axis!r} twice. An axis can split only one "
-                    "dim of a tensor: remove it from the other."
-                )
+        used = [*self.axes, *sorted(self.partial)] if self.partial else self.axes
+        if len({*used}) < len(used):
+            axis = next(axis for axis in used if used.count(axis) > 1)
+            raise errors.PlanError(
+                f"{self!r} names the mesh axis {axis!r} twice. An axis can split only one "
+                "dim of a tensor: remove it from the other."
+            )
 
     @classmethod
     def of(cls, *entries: Any, partial: Sequence[str] = ()) -> "TensorSharding":
@@ -110,7 +109,8 @@ class TensorSharding:
         """Return the shape of one shard; a dim that its shards do not divide is padded."""
         if len(shape) != len(self.dims):
             raise errors.sharding_wrong_rank("the tensor", tuple(shape), repr(self))
-        return tuple(-(-size // self.num_shards(dim, axes)) for dim, size in enumerate(shape))
+        pairs = enumerate(zip(shape, self.dims, strict=True))
+        return tuple(-(-n // self.num_shards(i, axes)) if names else n for i, (n, names) in pairs)
 
     def shard_bytes(self, shape: Sequence[int], itemsize: int, axes: AxisSizes) -> int:
         """Return the bytes of one shard."""
@@ -124,8 +124,8 @@ class TensorSharding:
         >>> [TensorSharding.of("data").indivisible_dims((12,), {"data": n}) for n in (3, 5, 6, 7)]
         [[], [0], [], [0]]
         """
-        counts = [self.num_shards(dim, axes) for dim in range(len(shape))]
-        return [dim for dim, n in enumerate(counts) if n > 1 and (shape[dim] % n or not shape[dim])]
+        counts = ((dim, self.num_shards(dim, axes)) for dim in range(len(shape)))
+        return [dim for dim, n in counts if n > 1 and (shape[dim] % n or not shape[dim])]
 
     def check(self, shape: Sequence[int], axes: AxisSizes, what: str = "the tensor") -> None:
         """Raise `PlanError` if a tensor of this shape cannot have this sharding.
@@ -150,7 +150,7 @@ class TensorSharding:
 
     def with_dim(self, dim: int, entry: tuple[str, ...]) -> "TensorSharding":
         """Return the sharding with other axes on one dim."""
-        return dataclasses.replace(self, dims=(*self.dims[:dim], entry, *self.dims[dim + 1 :]))
+        return TensorSharding((*self.dims[:dim], entry, *self.dims[dim + 1 :]), self.partial)
 
     def without(self, axes: Sequence[str]) -> "TensorSharding":
         """Return the sharding replicated, and reduced, over some axes."""
