@@ -7,7 +7,8 @@ A causal transformer of two layers on one sequence, rematerialized layer by laye
 
     ring, gather, heads             `Plan(context=8, context_strategy=..., stream=512)`, from
                                     attention as equations
-    ring, gather, heads by hand     `jax.shard_map`, with the loops of FlashAttention-2 on blocks
+    heads+ring                      the same with two heads, exchanged within four groups of devices
+    ... by hand                     `jax.shard_map`, with the loops of FlashAttention-2 on blocks
     XLA's partitioner               attention as equations in `jax.jit`, tokens split by sharding
 
 Seconds are processor seconds, medians of steps in turns; bytes are what each device receives, read
@@ -15,7 +16,8 @@ from the compiled program; the error is the largest of the new weights, beside o
 written, by the largest weight.
 
 Sources: Liu et al. 2023, "Ring Attention", https://arxiv.org/abs/2310.01889; Jacobs et al. 2023,
-"DeepSpeed Ulysses", https://arxiv.org/abs/2309.14509.
+"DeepSpeed Ulysses", https://arxiv.org/abs/2309.14509; Fang and Zhao 2024, "USP",
+https://arxiv.org/abs/2405.07719.
 """
 
 import functools
@@ -40,7 +42,9 @@ DEVICES, HEADS, BLOCK, RATE = 8, 8, 512, 1e-3
 HERE = (2048, 4096)
 ELSEWHERE = (32768, 131072)
 ROUNDS = 5
-STRATEGIES = ("ring", "gather", "heads")
+STRATEGIES = ("ring", "gather", "heads", "heads+ring")
+FEWER = 2
+"""The heads with `heads+ring`, so that keys go around four groups of devices."""
 
 # --- By hand --------------------------------------------------------------------------------------
 # Arrays are (B, N, T, H); a carry is the maximum and the sum of weights (B, N, T), and the output.
@@ -146,14 +150,15 @@ def heads_by_hand(q: Any, k: Any, v: Any) -> Any:
 
 
 def _next(*arrays: Any) -> Any:
-    pairs = [(device, (device + 1) % DEVICES) for device in range(DEVICES)]
+    devices = lax.axis_size("context")
+    pairs = [(device, (device + 1) % devices) for device in range(devices)]
     return tuple(lax.ppermute(x, "context", pairs) for x in arrays)
 
 
 def _first_tokens(q: Any, turn: Any) -> tuple[Any, Any]:
     """Return the first token of a device's queries, and of the keys that it has in a turn."""
-    device = lax.axis_index("context")
-    return device * q.shape[2], (device - turn) % DEVICES * q.shape[2]
+    device, devices = lax.axis_index("context"), lax.axis_size("context")
+    return device * q.shape[2], (device - turn) % devices * q.shape[2]
 
 
 @jax.custom_vjp
@@ -167,8 +172,9 @@ def _ring_forward(q: Any, k: Any, v: Any) -> Any:
         following = _next(k, v)
         return (_add_keys(carry, q, k, v, *_first_tokens(q, number)), *following), None
 
-    (carry, *last), _ = lax.scan(turn, (_empty(q), k, v), jnp.arange(DEVICES - 1))
-    out, log_sum = _finished(_add_keys(carry, q, *last, *_first_tokens(q, DEVICES - 1)))
+    turns = lax.axis_size("context") - 1
+    (carry, *last), _ = lax.scan(turn, (_empty(q), k, v), jnp.arange(turns))
+    out, log_sum = _finished(_add_keys(carry, q, *last, *_first_tokens(q, turns)))
     return out, (q, k, v, out, log_sum)
 
 
@@ -183,8 +189,9 @@ def _ring_backward(kept: Any, d_out: Any) -> Any:
         return (d_q, *following, *_next(d_k + more_k, d_v + more_v)), None
 
     zeros = jnp.zeros(q.shape), k, v, jnp.zeros(k.shape), jnp.zeros(v.shape)
-    (d_q, k, v, d_k, d_v), _ = lax.scan(turn, zeros, jnp.arange(DEVICES - 1))
-    d_q, more_k, more_v = _gradients(d_q, some, k, v, *_first_tokens(q, DEVICES - 1))
+    turns = lax.axis_size("context") - 1
+    (d_q, k, v, d_k, d_v), _ = lax.scan(turn, zeros, jnp.arange(turns))
+    d_q, more_k, more_v = _gradients(d_q, some, k, v, *_first_tokens(q, turns))
     return d_q, *_next(d_k + more_k, d_v + more_v)
 
 
@@ -196,7 +203,20 @@ def ring_by_hand(q: Any, k: Any, v: Any) -> Any:
     return _ring(*(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)
 
 
-BY_HAND = {"ring": ring_by_hand, "gather": gather_by_hand, "heads": heads_by_hand}
+def both_by_hand(q: Any, k: Any, v: Any) -> Any:
+    """The same after heads were exchanged for the tokens of the mesh axis `group`, and back."""
+    q, k, v = (
+        lax.all_to_all(x.swapaxes(1, 2), "group", split_axis=1, concat_axis=2, tiled=True)
+        for x in (q, k, v)
+    )
+    out = lax.all_to_all(_ring(q, k, v), "group", split_axis=2, concat_axis=1, tiled=True)
+    return out.swapaxes(1, 2)
+
+
+BY_HAND = {
+    "ring": ring_by_hand, "gather": gather_by_hand, "heads": heads_by_hand,
+    "heads+ring": both_by_hand,
+}  # fmt: skip
 
 
 def _loss(params: Any, x: Any, attention: Callable[..., Any], tokens: int) -> Any:
@@ -214,9 +234,9 @@ def step_by_hand(strategy: str, tokens: int, mesh: Mesh) -> Any:
 
     def step(params: Any, x: Any) -> Any:
         grads = jax.grad(_loss)(params, x, BY_HAND[strategy], tokens)
-        return _sgd(params, lax.psum(grads, "context"))
+        return _sgd(params, lax.psum(grads, mesh.axis_names))
 
-    split = P(None, "context")
+    split = P(None, mesh.axis_names)
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), split), out_specs=P(), check_vma=False)
     return jax.jit(mapped, donate_argnums=0)
 
@@ -236,8 +256,8 @@ def step_by_xla(tokens: int, mesh: Mesh) -> Any:
 
 def compiled(name: str, tokens: int, devices: Sequence[Any]) -> tuple[CompiledStep, float]:
     """Return the step of a name, and the seconds it took to compile."""
-    task, started = task_of(as_written, heads=HEADS), time.perf_counter()
     strategy, _, by_hand = name.partition(" ")
+    task, started = task_of(as_written, heads=_heads(name)), time.perf_counter()
     step: CompiledStep
     if strategy in STRATEGIES and not by_hand:
         batch = {"x": jax.ShapeDtypeStruct((1, tokens, WIDTH), jnp.float32)}
@@ -245,9 +265,11 @@ def compiled(name: str, tokens: int, devices: Sequence[Any]) -> tuple[CompiledSt
         step = StepOfPlurax(px.compile(task, optax.sgd(RATE), plan, batch, devices=devices))
     else:
         mesh = Mesh(np.asarray(devices), ("context",))
+        if strategy == "heads+ring":
+            mesh = Mesh(np.asarray(devices).reshape(-1, FEWER), ("context", "group"))
         hand = strategy in STRATEGIES
         jitted = step_by_hand(strategy, tokens, mesh) if hand else step_by_xla(tokens, mesh)
-        whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "context"))
+        whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, mesh.axis_names))
         params = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
             jax.eval_shape(task.init, jax.random.key(0)),
@@ -257,25 +279,35 @@ def compiled(name: str, tokens: int, devices: Sequence[Any]) -> tuple[CompiledSt
     return step, time.perf_counter() - started
 
 
+def _heads(name: str) -> int:
+    return FEWER if name.startswith("heads+ring") else HEADS
+
+
+def _on_one_device(heads: int, x: Any) -> tuple[Any, Any]:
+    """Return the parameters before and after a step of attention as written."""
+    task = task_of(as_written, heads=heads)
+    alone = px.compile(task, optax.sgd(RATE), px.Plan(remat="full"), {"x": x})
+    state = alone.init(seed=0)
+    params = jax.device_get(state.params)
+    state, _ = alone.step(state, {"x": x})
+    return params, jax.device_get(state.params)
+
+
 NAMES = (*STRATEGIES, *(f"{name} by hand" for name in STRATEGIES), "XLA's partitioner")
 
 
 def here() -> None:
     """Print what each takes on 8 virtual devices of this machine."""
     px.virtual_devices(DEVICES)
-    task = task_of(as_written, heads=HEADS)
     for tokens in HERE:
         x = np.random.default_rng(0).normal(size=(1, tokens, WIDTH)).astype(np.float32)
         steps = {name: compiled(name, tokens, jax.devices()[:DEVICES]) for name in NAMES}
-        alone = px.compile(task, optax.sgd(RATE), px.Plan(remat="full"), {"x": x})
-        state = alone.init(seed=0)
-        params = jax.device_get(state.params)
-        exact, _ = alone.step(state, {"x": x})
-        errors = {}
+        errors, on_one = {}, {heads: _on_one_device(heads, x) for heads in (HEADS, FEWER)}
         for name, (step, _) in steps.items():
+            params, exact = on_one[_heads(name)]
             step.start(params, x)
             step.step()
-            errors[name] = _largest(step.params, jax.device_get(exact.params))
+            errors[name] = _largest(step.params, exact)
         seconds = median_seconds([step for step, _ in steps.values()], ROUNDS)
         median = dict(zip(steps, seconds, strict=True))
         for name, case in steps.items():

@@ -283,6 +283,13 @@ def _arrived(turn: int) -> Held:
     return lambda device, tokens, head: tokens == (device - turn) % 4
 
 
+def _own_group(turn: int) -> Held:
+    def holds(device: int, tokens: int, head: int) -> bool:
+        return tokens // 2 == (device // 2 - turn) % 2 and head // 2 == device % 2
+
+    return holds
+
+
 Sends = Callable[[int, int], Sequence[tuple[int, int]]]
 """From a device and a column, the devices that it sends to, and whose tokens these are."""
 
@@ -299,6 +306,13 @@ def _exchange(device: int, column: int) -> Sequence[tuple[int, int]]:
     return [(to, to if column else device) for to in range(4) if to != device]
 
 
+def _in_group(device: int, column: int) -> Sequence[tuple[int, int]]:
+    other = device + 1 - 2 * (device % 2)
+    if column == 1:
+        return [((device + 2) % 4, own) for own in (device // 2 * 2, device // 2 * 2 + 1)]
+    return [(other, device if column == 0 else other)]
+
+
 STRATEGIES: dict[str, tuple[dict[str, Held], Sends]] = {
     "ring": (
         {"queries": _own, "keys, values\nin turn 0": _arrived(0)}
@@ -309,6 +323,10 @@ STRATEGIES: dict[str, tuple[dict[str, Held], Sends]] = {
     "heads": (
         {"queries,\nkeys, values": _own, "in attention": _own_heads, "result": _own}, _exchange,
     ),
+    "heads+ring": (
+        {"queries,\nkeys, values": _own, "in turn 0": _own_group(0),
+         "keys, values\nin turn 1": _own_group(1), "result": _own}, _in_group,
+    ),
 }  # fmt: skip
 """What devices hold, one column after another, and what they send from one to the next."""
 WIDE, APART = 1.0, 1.75
@@ -316,9 +334,11 @@ WIDE, APART = 1.0, 1.75
 
 
 def draw_context() -> None:
-    """Which device holds which tokens under the three strategies, and what it sends."""
-    figure = Figure(figsize=(9.0, 3.5), layout="constrained", dpi=120)
-    axes = figure.subplots(1, 3, width_ratios=[len(held) for held, _ in STRATEGIES.values()])
+    """Which device holds which tokens under the four strategies, and what it sends."""
+    figure = Figure(figsize=(8.0, 6.6), layout="constrained", dpi=120)
+    axes = []
+    for row, width in zip(figure.subfigures(2, 1), ([5, 3], [3, 4]), strict=True):
+        axes += list(row.subplots(1, 2, width_ratios=width))
     for axis, (name, (columns, sends)) in zip(axes, STRATEGIES.items(), strict=True):
         axis.set_title(f'context=4, "{name}"', fontsize=10, family="monospace")
         for column, (label, holds) in enumerate(columns.items()):

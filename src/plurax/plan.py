@@ -35,7 +35,7 @@ Remat = Literal["none", "dots", "full", "offload"]
 
 ScheduleName = Literal["gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1"]
 
-ContextStrategy = Literal["gather", "ring", "heads"]
+ContextStrategy = Literal["gather", "ring", "heads", "heads+ring"]
 
 CHUNKS: Mapping[str, int] = {"interleaved": 2}
 """Stages on each device where a plan does not say how many, of schedules that take several."""
@@ -111,7 +111,8 @@ data=1 means 'not used'.
     context_strategy: ContextStrategy = "gather"
     """How queries meet the keys and values of other devices of `context`: all are gathered; they go
     around in a `ring` of devices, while each computes with those that it has; or `heads` are
-    exchanged for tokens, so that a device has all tokens of a share of the heads."""
+    exchanged for tokens among as many devices as divide them, so that each has all their tokens of
+    a share of the heads: beyond these keys are gathered, or with `heads+ring` go around."""
     tensor: int = 1
     """Devices over which tensors and operators are split (mesh axis `tensor`), according to
     `shardings` and the annotations `plurax.sharding.name` and `plurax.sharding.shard`."""

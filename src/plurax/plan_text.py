@@ -20,6 +20,8 @@ CONTEXT_TEXTS: Mapping[str, str] = {
     "gather": "each gathers the keys and values of all.",
     "ring": "keys and values go around in a ring, and each computes with those that it has.",
     "heads": "for attention each gets all tokens of a share of the heads.",
+    "heads+ring": "for attention each gets its group's tokens of a share of the heads, and keys "
+    "and values\n    go around between groups.",
 }
 
 

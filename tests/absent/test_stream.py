@@ -43,14 +43,19 @@ SENT = {
     "gather": {"all-gather": KEYS, "reduce-scatter": KEYS // COUNT},
     "ring": {"collective-permute": (2 * (COUNT - 1) + COUNT) * KEYS // COUNT},
     "heads": {"all-to-all": 2 * (HEADS + KEY_HEADS) * KEYS // (KEY_HEADS * COUNT)},
+    "heads+ring": {
+        "all-to-all": 2 * (HEADS + KEY_HEADS) * KEYS // (KEY_HEADS * 2 * COUNT),
+        "collective-permute": (2 * (COUNT - 1) + COUNT) * KEYS // (2 * COUNT),
+    },
 }
 
 
 def split(strategy, tokens):
     """Return a step of a causal layer with tokens over devices, compiled for H100."""
     batch = {name: jax.ShapeDtypeStruct((ROWS, tokens, WIDTH), "float32") for name in "xy"}
-    plan = px.Plan(context=COUNT, context_strategy=strategy, stream=256)
-    devices = px.topology("4xH100")[:COUNT]
+    count = 2 * COUNT if strategy == "heads+ring" else COUNT  # two heads of keys, two groups
+    plan = px.Plan(context=count, context_strategy=strategy, stream=256)
+    devices = px.topology("4xH100")[:count]
     return px.compile(task("float32"), optax.sgd(0.1), plan, batch, devices=devices)
 
 

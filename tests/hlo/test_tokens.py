@@ -106,6 +106,22 @@ def test_heads_are_exchanged_for_tokens():
     assert moved(program.collectives()) == expected == moved(program.planned_collectives())
 
 
+@pytest.mark.parametrize(
+    ("count", "rest"), [(4, "gather"), (4, "ring"), (6, "ring"), (8, "gather")]
+)
+def test_heads_are_exchanged_within_groups_and_keys_between(count, rest):
+    """Two heads of keys: among two devices. Of these heads' keys as much is sent as without."""
+    share = ROWS * TOKENS * SIZE * 4 // count  # of one head
+    groups, strategy = count // 2, "heads+ring" if rest == "ring" else "heads"
+    expected = {"all-to-all": 2 * share * (2 * HEADS + 2 * KEY_HEADS)}
+    if rest == "ring":
+        expected["collective-permute"] = (2 * (groups - 1) + groups) * KEYS // count
+    else:
+        expected |= {"all-gather": KEYS // 2, "reduce-scatter": KEYS // count}
+    program = compiled(context=count, context_strategy=strategy)
+    assert moved(program.collectives()) == expected == moved(program.planned_collectives())
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("strategy", ["gather", "ring"])
 def test_each_device_holds_its_queries_by_the_keys_of_a_block(strategy):

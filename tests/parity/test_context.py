@@ -1,12 +1,14 @@
 """Tokens over devices for many forms of attention, beside a step written by hand on one device."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.tiers import in_turns
 from tests.unit import test_stream as forms
 
 import plurax as px
@@ -102,6 +104,63 @@ def test_any_attention_equals_one_device(attention, strategy):
 @pytest.mark.parametrize("count", [3, 4, 8])
 def test_any_number_of_devices(attention, strategy, count):
     assert_equal_to_one_device(attention, context=count, context_strategy=strategy)
+
+
+BETWEEN = {"heads": {"all-gather", "reduce-scatter"}, "heads+ring": {"collective-permute"}}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "attention",
+    [forms.causal, forms.dropout, forms.groups_of_heads, forms.bias, forms.segments],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize(("strategy", "count"), in_turns(BETWEEN, [6, 8]))
+def test_heads_are_exchanged_within_groups_of_devices(attention, strategy, count):
+    """Among 2 of 6 devices, 4 of 8, and 2 of either where there are two heads of keys."""
+    program = assert_equal_to_one_device(attention, context=count, context_strategy=strategy)
+    kinds = {one.kind for one in program.collectives()}
+    assert kinds >= {"all-to-all"} | BETWEEN[strategy]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", forms.VARIANTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("strategy", BETWEEN)
+def test_any_attention_within_groups_equals_one_device(attention, strategy):
+    assert_equal_to_one_device(attention, context=8, context_strategy=strategy)
+
+
+def of_fewer_heads(heads):
+    """Return attention of all heads, and then of another number of them."""
+
+    def attention(p, q, k, v):
+        x = forms.causal(p, q, k, v)
+        x = x.reshape(*x.shape[:2], -1)[..., : heads * forms.H].reshape(*x.shape[:2], heads, -1)
+        more = forms.causal(p, x, k[:, :, :heads], v[:, :, :heads])
+        return jnp.concatenate([x, more], axis=2)
+
+    return attention
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("strategy", BETWEEN)
+@pytest.mark.parametrize(("heads", "rows", "exchanged"), [(2, 3, 2), (3, 3, 4), (1, 2, 2)])
+def test_all_attention_has_the_same_groups(heads, rows, exchanged, strategy, monkeypatch):
+    """Of 4 and 2 heads those of 2; three heads of three rows are not exchanged, and keys are
+    gathered; of one head rows are."""
+    for name, size in {"B": rows, "T": 32, "S": 32}.items():  # four ranges on eight devices
+        monkeypatch.setattr(forms, name, size)
+    attention = of_fewer_heads(heads)
+    program = assert_equal_to_one_device(attention, context=8, context_strategy=strategy)
+    text = program.compiled_step.as_text()
+    groups = re.findall(r"= .* all-to-all\(.*replica_groups=\{\{([\d,]*)\}", text)
+    assert {len(group.split(",")) for group in groups} == {exchanged}
+
+
+@pytest.mark.ci
+def test_what_reads_other_tokens_finds_them_in_groups():
+    """A shift, a convolution and a cumulative sum over tokens that groups of devices have."""
+    assert_equal_to_one_device(over_tokens, context=8, context_strategy="heads+ring")
 
 
 def test_blocks_of_which_one_needs_all_queries_do_not_go_around(monkeypatch):

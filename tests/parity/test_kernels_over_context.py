@@ -37,7 +37,7 @@ cudnn = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
 flash = importlib.import_module("jax.experimental.pallas.ops.tpu.flash_attention")
 
 ROWS, HEADS, SIZE = 4, whole.HEADS, whole.SIZE
-STRATEGIES = ("ring", "gather", "heads")
+STRATEGIES = ("ring", "gather", "heads", "heads+ring")
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -169,15 +169,28 @@ def sent(program):
     return counts - collections.Counter({"all-reduce": counts["all-reduce"]})
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [*((strategy, 2) for strategy in STRATEGIES[:3]), ("heads", 8), ("heads+ring", 8)],
+)
 @pytest.mark.parametrize("key_heads", [4, 2])
-def test_it_sends_what_equations_send(key_heads, strategy):
+def test_it_sends_what_equations_send(key_heads, strategy, devices):
     """Nothing of queries, and of keys and values as often as the formulas of the guide say."""
-    plan = px.Plan(context=2, stream=8, context_strategy=strategy)
+    plan = px.Plan(context=devices, stream=8, context_strategy=strategy)
     _, kernel = trained(task_of(functools.partial(of_cudnn, causal=True), key_heads), plan)
     _, equations = trained(task_of(functools.partial(written_out, causal=True), key_heads), plan)
     assert sent(kernel) == sent(equations)
     assert sent(kernel)
+
+
+@pytest.mark.parametrize("attention", [of_cudnn, written_out], ids=["kernel", "equations"])
+def test_heads_split_over_tensor_are_exchanged_too(attention):
+    """Of four heads on two devices of `tensor` two, among two of four devices of `context`."""
+    heads = dict.fromkeys("qkv", (None, "tensor", None)) | {"o": ("tensor", None, None)}
+    plan = px.Plan(context=4, tensor=2, stream=8, context_strategy="heads+ring", shardings=heads)
+    ours, program = trained(task_of(functools.partial(attention, causal=True)), plan)
+    assert models.max_rel_error(ours, by_equations(4, True, False)) < 1e-10
+    assert sent(program).keys() == {"all-to-all", "collective-permute"}
 
 
 def test_flash_attention_in_pallas_is_split_too():
@@ -349,6 +362,9 @@ PLANS = {
     "tensor": {"context": 2, **RING, **TENSOR},
     "sequence": {"context": 2, "tensor": 2, "shardings": stream_plans.megatron(True), **RING},
     "pipeline": {"pipeline": 2, "context": 2, "microbatches": 2},
+    "heads in groups": {"context": 4, "context_strategy": "heads", "zero": 1},
+    "heads and ring": {"context": 4, "data": 2, "zero": 3, "context_strategy": "heads+ring"},
+    "heads and ring, tensor": {"context": 4, "context_strategy": "heads+ring", **TENSOR},
     "pipeline, heads": {"pipeline": 2, "context": 2, "context_strategy": "heads"},
 }  # fmt: skip
 

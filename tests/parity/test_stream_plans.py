@@ -159,6 +159,28 @@ def test_any_plan_with_tokens_in_order_equals_one_device(ordered_as_written, put
     assert (ORDERED in puts) == used
 
 
+BY_HEADS = {"context": 4, "context_strategy": "heads"}
+AND_RING = {"context": 4, "context_strategy": "heads+ring"}
+GROUPS = {
+    "heads": BY_HEADS,
+    "ring": AND_RING,
+    "ring of four": AND_RING | {"context": 8},
+    "ring and zero 3": {"data": 2, "zero": 3, "remat": "full", **AND_RING},
+    "heads, zero 2 and microbatches": {"data": 2, "zero": 2, "microbatches": 2, **BY_HEADS},
+    "ring and uneven": {"data": 2, "microbatches": (3, 1), **AND_RING},
+    "ring and tensor": {**AND_RING, **TENSOR},
+    "pipeline and ring": {"pipeline": 2, "microbatches": 2, **AND_RING},
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", GROUPS)
+def test_heads_within_groups_equal_one_device(ordered_as_written, name):
+    """Six heads among two of four or eight devices; three of them where `tensor` has two parts."""
+    outputs = trained(px.Plan(stream=2, **GROUPS[name]), tokens=ORDERED)
+    assert models.max_rel_error(outputs, ordered_as_written) < 1e-10
+
+
 @pytest.mark.ci
 def test_members_with_tokens_in_order_equal_those_as_written(puts):
     three = px.Members(3)

@@ -220,7 +220,7 @@ def test_tokens_are_split_over_the_fewest_devices_with_which_they_fit():
     for found, count in ((two, 2), (four, 4)):
         assert found.best.context == count
         seconds = {}
-        for strategy in ("gather", "ring", "heads"):
+        for strategy in ("gather", "ring", "heads", "heads+ring"):
             plan = dataclasses.replace(found.best, context_strategy=strategy)
             estimate = px.estimate(task, optimizer, plan, batch, SLOW)
             if estimate.peak <= found.memory:

@@ -30,9 +30,9 @@ def by_places(x):
 def by_order(x):
     """The same, of tokens that are in order."""
     places = ORDER.places(jnp.arange(T), T).astype(x.dtype)
-    held = marked(x, OrderMark((1,)))
+    held = marked(x, OrderMark((1,), ORDER))
     result = held * jnp.cos(places).reshape(T, *(1,) * (x.ndim - 2))[None]
-    return marked(result, OrderMark((1,), computed=True))
+    return marked(result, OrderMark((1,), ORDER, computed=True))
 
 
 # --- Functions of weights, vectors and numbers of tokens; `attend` is one of the above ------------
@@ -241,12 +241,16 @@ def scalar(fun, attend):
     return summed
 
 
+def in_order(fun):
+    return over_tokens(fun, jax.make_jaxpr(fun, return_shape=True), ORDER.devices)
+
+
 @pytest.mark.parametrize("fun", [*IN_ORDER, *BY_PLACES], ids=lambda f: f.__name__)
 def test_values_and_gradients_are_the_same(fun):
     args = arguments()
     of_inputs = {"argnums": (0, 1), "has_aux": True}
     written = jax.value_and_grad(scalar(fun, by_places), **of_inputs)(*args)
-    ordered = over_tokens(scalar(fun, by_order), ORDER)
+    ordered = in_order(scalar(fun, by_order))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-10, atol=1e-12),
         written,
@@ -256,7 +260,7 @@ def test_values_and_gradients_are_the_same(fun):
 
 def exchanges(fun):
     """Return the number of dims that are brought back to the order of their places."""
-    jaxpr = jax.make_jaxpr(over_tokens(scalar(fun, by_order), ORDER))(*arguments()).jaxpr
+    jaxpr = jax.make_jaxpr(in_order(scalar(fun, by_order)))(*arguments()).jaxpr
     shapes = [eqn.params["new_sizes"] for eqn in all_equations(jaxpr)
               if eqn.primitive.name == "reshape"]  # fmt: skip
     return sum((N, RANGES) in itertools.pairwise(shape) for shape in shapes)

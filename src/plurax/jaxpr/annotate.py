@@ -3,7 +3,7 @@
 It survives tracing, differentiation and `vmap` (see `sharding/annotations.py`).
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -35,18 +35,23 @@ ad.deflinear2(annotate_p, _transpose)
 batching.primitive_batchers[annotate_p] = _batched
 
 
-class OverContext:
-    """The annotation of a value with a dim split over `context`: that of tokens, or of heads.
+Over = Literal["devices", "groups", "heads"]
+"""Over what of `context` a dim is split: tokens over all devices, or over groups of devices that
+exchange heads, or heads over the devices of a group."""
 
-    Where `dim` is None, with none split over it.
+
+class OverContext:
+    """The annotation of a value with a dim split over `context`; `dim` None: with none.
+
+    **Arguments:** `over`, over what of it; `group`, with heads, the devices of a group.
     """
 
-    def __init__(self, dim: int | None, *, tokens: bool = True) -> None:
-        self.dim, self.tokens = dim, tokens
+    def __init__(self, dim: int | None, over: Over, group: int) -> None:
+        self.dim, self.over, self.group = dim, over, group
 
 
-def over_context(x: Array, dim: int | None, *, tokens: bool = True) -> Array:
-    """Split a dim over the mesh axis `context`: that of tokens, or of heads. None: gather all."""
-    tag = OverContext(dim, tokens=tokens)
+def over_context(x: Array, dim: int | None, over: Over = "devices", group: int = 1) -> Array:
+    """Split a dim over the mesh axis `context`, or a part of it (see `OverContext`)."""
+    tag = OverContext(dim, over, group)
     split: Array = annotate_p.bind(x, tag=tag, batch=(), transposed=False)
     return split

@@ -2,10 +2,23 @@
 
 Attention says which dim is that of tokens: the queries' dim, and the keys'. What it reads and
 returns is annotated here, and `over_tokens.py` follows these dims to where they begin.
+
+Heads are exchanged among as many devices as divide them, a group; over the groups tokens stay split
+in attention as well, and keys are gathered or go around:
+
+    context=8, 4 heads, 16 tokens      device  0     1     2     3     4     5     6     7
+    tokens of all heads before                 0 1   2 3   4 5   6 7   8 9   ...
+    in attention, group 0: tokens 0 to 7 of    head 0 head 1 head 2 head 3
+                  group 1: tokens 8 to 15 of                             head 0 ...
+    a ring of two groups                       0 <-> 4, 1 <-> 5, 2 <-> 6, 3 <-> 7
+
+Source: Fang and Zhao 2024, "USP: A Unified Sequence Parallelism Approach for Long Context",
+https://arxiv.org/abs/2405.07719.
 """
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,29 +45,55 @@ class Context:
     """The devices over which tokens are split, and how queries meet the keys of other devices.
 
     **Fields:** `devices`, `strategy`; `ordered`, whether devices may have shares of ranges of the
-    tokens instead of pieces (see `token_order.py`), if a mask makes it worthwhile.
+    tokens instead of pieces (see `token_order.py`), if a mask makes it worthwhile; `common`, the
+    devices among which heads are exchanged, or not at all; None: as many as divide them; `tensor`,
+    the devices over which heads are split besides.
     """
 
     devices: int
     strategy: ContextStrategy
     ordered: bool = False
+    common: int | None = None
+    tensor: int = 1
+
+    @property
+    def in_ring(self) -> bool:
+        """Whether keys go around."""
+        return self.strategy in ("ring", "heads+ring")
+
+    def group(self, *heads: int) -> int:
+        """Return the devices among which heads are exchanged for tokens, which divide all of these
+        numbers of heads; 1: they are not."""
+        if self.strategy not in ("heads", "heads+ring"):
+            return 1
+        own = [n if n % self.tensor else n // self.tensor for n in heads]
+        if self.common is None:
+            return math.gcd(self.devices, *own)
+        return 1 if any(number % self.common for number in own) else self.common
+
+    def groups(self, region: Region) -> int:
+        """Return the groups of devices over which a region's tokens are split."""
+        return self.devices // self._heads(region)[1]
 
     def block(self, region: Region, block: int, order: Order | None = None) -> int:
-        """Return the keys of a block, so that each device has whole blocks of its own keys."""
-        if self.exchanges_heads(region):
+        """Return the keys of a block, so that each group has whole blocks of its own keys."""
+        groups = self.groups(region)
+        if groups == 1:
             return block
         if order is None:
-            return nearest_divisor(region.size // self.devices, block)
+            return nearest_divisor(region.size // groups, block)
         share = order.share(region.size)
         # XLA has no loop over one block, and would hold what all turns of a ring compute.
-        most = share // 2 if self.strategy == "ring" and share > 1 else share
+        most = share // 2 if self.in_ring and share > 1 else share
         return nearest_divisor(share, min(block, most))
 
     def order(self, region: Region) -> Order | None:
-        """Return the order in which devices may have a region's tokens; None for that of places."""
-        (tokens, size), order = region.tokens, Order(self.devices)
+        """Return the order in which groups may have a region's tokens; None for that of places."""
+        (tokens, size), order = region.tokens, Order(self.groups(region))
         if not self.ordered or not (order.fits(size) and order.fits(region.size)):
             return None
+        if self.common is not None and order.devices * self.common != self.devices:
+            return None  # all regions have one order
         # Behind the sums each dim of tokens is known to be one.
         known = all(
             own == tokens
@@ -73,18 +112,20 @@ class Context:
 
     def of_inputs(self, region: Region, queries: Queries, arrays: Sequence[Array]) -> list[Array]:
         """Return a region's inputs, split over `context` by tokens, and then by heads if asked."""
-        (tokens, _), head = region.tokens, self._heads(region)
+        (tokens, _), (head, group) = region.tokens, self._heads(region)
         labels = _labels_of_inputs(region)
         split = []
         in_order = _in_order(region, queries, arrays)
         for array, (var, key), known in zip(in_order, region.inputs, labels, strict=True):
             dims = [d for d, label in known.items() if label == tokens]
             dims += [] if key is None else [key]
-            if dims and shape_of(var)[dims[0]] > 1:
-                array = over_context(array, dims[0])
             heads = [d for d, label in known.items() if label == head and shape_of(var)[d] > 1]
-            if heads:
-                array = over_context(array, heads[0], tokens=False)
+            if dims and shape_of(var)[dims[0]] > 1:
+                # What has no heads is the same for all of them: each device of a group has it.
+                of_groups = 1 < group < self.devices and not heads
+                array = over_context(array, dims[0], "groups" if of_groups else "devices")
+            if heads and group > 1:
+                array = over_context(array, heads[0], "heads", group)
             split.append(array)
         return split
 
@@ -98,13 +139,13 @@ class Context:
                 dim = labels.index(tokens)
                 array = over_context(array, dim)
                 if queries.order.devices > 1:
-                    array = marked(array, OrderMark((dim,), computed=True))
+                    array = marked(array, OrderMark((dim,), queries.order, computed=True))
             split.append(array)
         return split
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Return the scope of a loop over blocks: whether these go around in a ring."""
-        return jax.named_scope(RING if self.strategy == "ring" else GATHERED)
+        return jax.named_scope(RING if self.in_ring else GATHERED)
 
     def received(self, stacks: Sequence[Any], order: Order, by: Sequence[Array] = ()) -> list[Any]:
         """Return stacks of blocks as the loops over them read them.
@@ -114,37 +155,33 @@ class Context:
         cotangents, `by`, or a compiler would keep what the forward pass received.
         """
         known = [x for x in stacks if x is not None]
-        if self.strategy == "ring":
+        if self.in_ring:
             known = order_after(known, pick_dependency(by)) if by else known
         elif order.devices > 1:
-            known = [over_context(x, None) for x in known]
+            known = [over_context(x, None, "groups") for x in known]
         arrays = iter(known)
         return [None if x is None else next(arrays) for x in stacks]
 
     def of_places(self, region: Region, places: Array, label: int) -> Array:
-        """Return the places along a dim, split over `context` if its label is that of tokens.
+        """Return the places along a dim, split over groups if its label is that of tokens."""
+        split = label == region.tokens[0] and self.groups(region) > 1
+        return over_context(places, 0, "groups") if split else places
 
-        Where heads are exchanged each device has all tokens.
-        """
-        split = label == region.tokens[0] and not self.exchanges_heads(region)
-        return over_context(places, 0) if split else places
-
-    def exchanges_heads(self, region: Region) -> bool:
-        """Whether each device has all tokens, for a share of the heads."""
-        return self._heads(region) is not None
-
-    def _heads(self, region: Region) -> int | None:
-        """Return the label of the heads that are exchanged for tokens, if devices divide them."""
-        if self.strategy != "heads":
-            return None
+    def _heads(self, region: Region) -> tuple[int | None, int]:
+        """Return the label of the heads that are exchanged for tokens, and among how many devices;
+        1: they are not."""
         sizes = region.sizes
-        divided = [label for label in region.shared if sizes[label] % self.devices == 0]
-        return divided[-1] if divided else None
+        head: tuple[int | None, int] = None, 1
+        for label in region.shared:
+            group = self.group(sizes[label])
+            head = (label, group) if group >= head[1] else head
+        return head
 
 
 def own_blocks(stacks: Sequence[Array], order: Order) -> Array:
-    """Return the gradients of the blocks of ranges, joined, on each device those of its own."""
-    return order.concatenated([over_context(x, 0) if order.devices > 1 else x for x in stacks])
+    """Return the gradients of the blocks of ranges, joined, on each group those of its own."""
+    split = [over_context(x, 0, "groups") if order.devices > 1 else x for x in stacks]
+    return order.concatenated(split)
 
 
 def _in_order(region: Region, queries: Queries, arrays: Sequence[Array]) -> list[Array]:
@@ -158,7 +195,7 @@ def _in_order(region: Region, queries: Queries, arrays: Sequence[Array]) -> list
     for array, source in zip(arrays, region.inputs, strict=True):
         both = {source[1], of_queries.get(source)} - {None}
         dims = tuple(d for d in range(array.ndim) if d in both and array.shape[d] > 1)
-        result.append(marked(array, OrderMark(dims)) if dims else array)
+        result.append(marked(array, OrderMark(dims, queries.order)) if dims else array)
     return result
 
 

@@ -69,27 +69,28 @@ class KernelRegion:
         """The numbers of queries and of keys."""
         return self._sizes(self.kernel.tokens)
 
-    def exchanges_heads(self, context: Context) -> bool:
-        """Whether each device has all tokens, for a share of the heads."""
-        heads = self._sizes(self.kernel.heads)
-        return context.strategy == "heads" and all(size % context.devices == 0 for size in heads)
+    def groups(self, context: Context) -> int:
+        """Return the groups of devices over which tokens are split (see `context.py`)."""
+        return context.devices // context.group(*self._sizes(self.kernel.heads))
 
     def order(self, context: Context) -> Order:
-        """Return the order in which devices may have the tokens: that of places if no other."""
-        order = Order(context.devices)
+        """Return the order in which groups may have the tokens: that of places if no other."""
+        order = Order(self.groups(context))
         fits = context.ordered and all(map(order.fits, self.tokens))
-        return order if fits and not self.exchanges_heads(context) else BY_PLACES
+        common = context.common in (None, context.devices // order.devices)
+        return order if fits and common else BY_PLACES
 
     def reason_against(self, context: Context) -> str | None:
         """Return why it cannot be computed in parts; None if it can."""
         queries, keys = self.tokens
         if queries % context.devices or keys % context.devices:
             return f"{context.devices} devices do not divide {queries} queries and {keys} keys"
-        if self.exchanges_heads(context):
+        if self.groups(context) == 1:
             return self.kernel.reason_against(queries, keys)
         if self.kernel.causal and queries != keys:
             return f"its causal mask is one of {queries} queries and {keys} keys"
-        parts = self.order(context).parts if context.ordered else context.devices
+        order, groups = self.order(context), self.groups(context)
+        parts = order.parts if order.devices > 1 else groups
         return self.kernel.reason_against(queries // parts, keys // parts)
 
     def _sizes(self, dim: int) -> list[int]:
@@ -117,12 +118,17 @@ def on_all_keys(kernel: AttentionKernel, *operands: Array) -> Array:
 class KernelBlocks:
     """Attention by a kernel as a function of q, k and v, with a derivative.
 
-    **Arguments:** `kernel`; `context`, over which tokens are split; `order`, in which devices have
-    them; `rank`, the number of dims of queries, keys and values: of rows, tokens, heads, width.
+    **Arguments:** `kernel`; `context`, over which tokens are split; `groups` of its devices that
+    have tokens of their own, the heads being exchanged within a group; `order`, in which groups
+    have the tokens; `rank`, the number of dims of queries, keys and values: of rows, tokens, heads,
+    width.
     """
 
-    def __init__(self, kernel: AttentionKernel, context: Context, order: Order, rank: int) -> None:
+    def __init__(
+        self, kernel: AttentionKernel, context: Context, groups: int, order: Order, rank: int
+    ) -> None:
         self.kernel, self._context, self._order = kernel, context, order
+        self._groups = groups
         # Dims of queries, keys and values, and that of queries in numbers for each and each head.
         self._tokens, self._heads = rank + kernel.tokens, rank + kernel.heads
         self._queries = rank - 2
@@ -135,17 +141,19 @@ class KernelBlocks:
     ) -> Array:
         """Return the kernel's result for all queries."""
         q, k, v = map(self._split, (q, k, v))
+        if self._groups < self._context.devices:
+            q, k, v = map(self._with_heads, (q, k, v))
         stacks = [stack_blocks(x, self._tokens, self._share(x)) for x in (k, v)]
         run = jax.custom_vjp(lambda *args: self._forward(*args)[0])
         run.defvjp(self._forward, self._backward)
         out = over_context(run(q, *stacks), self._tokens)
         if self._order.devices > 1:
-            out = marked(out, OrderMark((self._tokens,), computed=True))
+            out = marked(out, OrderMark((self._tokens,), self._order, computed=True))
         return out
 
     def with_heads(self, q: Array, k: Array, v: Array) -> Array:
         """Return the same where each device gets all tokens of a share of the heads."""
-        operands = (over_context(self._split(x), self._heads, tokens=False) for x in (q, k, v))
+        operands = (self._with_heads(self._split(x)) for x in (q, k, v))
         return over_context(on_all_keys(self.kernel, *operands), self._tokens)
 
     # --- Parts ----------------------------------------------------------------------------------
@@ -153,15 +161,19 @@ class KernelBlocks:
     def _split(self, array: Array) -> Array:
         """Return queries, keys or values with their tokens split over devices, in order."""
         if self._order.devices > 1:
-            array = marked(array, OrderMark((self._tokens,)))
+            array = marked(array, OrderMark((self._tokens,), self._order))
         return over_context(array, self._tokens)
+
+    def _with_heads(self, array: Array) -> Array:
+        """Return what a device of a group computes with: all tokens of the group for its heads."""
+        return over_context(array, self._heads, "heads", self._context.devices // self._groups)
 
     def _share(self, array: Array) -> int:
         """Return the tokens of a block: those that a device has of a range."""
-        parts = self._order.parts if self._order.devices > 1 else self._context.devices
+        parts = self._order.parts if self._order.devices > 1 else self._groups
         return array.shape[self._tokens] // parts
 
-    def _groups(self, q: Array, k: Array) -> list[tuple[tuple[int, int], Range | None]]:
+    def _ranges(self, q: Array, k: Array) -> list[tuple[tuple[int, int], Range | None]]:
         """Return ranges of key blocks, each with the queries that see any of it; None: all."""
         blocks = k.shape[0]
         if not self.kernel.causal or self._order.devices == 1:
@@ -172,14 +184,14 @@ class KernelBlocks:
     def _counts(self, q: Array, share: int, number: Int[Array, ""]) -> Bool[Array, "T"] | None:
         """Return which queries see all keys of a block of the first range that they see.
 
-        They are those of later ranges, and those of devices behind the one whose keys they are,
-        `number`. None: all.
+        They are those of later ranges, and those of groups of devices behind the one whose keys
+        they are, `number`. None: all.
         """
         if not self.kernel.causal:
             return None
         count = q.shape[self._tokens]
-        places = over_context(jnp.arange(count, dtype=jnp.int32), 0)
-        own = count // self._context.devices
+        places = over_context(jnp.arange(count, dtype=jnp.int32), 0, "groups")
+        own = count // self._groups
         return (places % own >= share) | (places // own > number)
 
     def _aligned(self, statistics: Float[Array, "*rows N T"]) -> Array:
@@ -201,7 +213,7 @@ class KernelBlocks:
             statistics = (*q.shape[:-3], q.shape[self._heads], q.shape[self._tokens])
             lse = jnp.full(statistics, -jnp.inf, wide)
         stacks = self._context.received([k, v], self._order)
-        for blocks, seen in self._groups(q, k):
+        for blocks, seen in self._ranges(q, k):
             queries, *carry = self._order.cut([q, out, lse], dims, seen)
 
             def body(carry: Any, row: Any, queries: Array = queries) -> Any:
@@ -242,7 +254,7 @@ class KernelBlocks:
         dims, of_blocks = (self._tokens, self._tokens, self._queries, self._tokens), []
         of_q = jnp.zeros(q.shape, wide_dtype(q.dtype))
         stacks = self._context.received([k, v], self._order, [gradient])
-        for blocks, seen in self._groups(q, k):
+        for blocks, seen in self._ranges(q, k):
             mine = self._order.cut(of_queries, dims, seen)
 
             def body(total: Array, row: Any, mine: Sequence[Array] = mine) -> Any:

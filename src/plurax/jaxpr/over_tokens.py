@@ -41,9 +41,15 @@ from plurax.jaxpr.compat import (
     is_plain_call,
 )
 from plurax.jaxpr.equal_dims import Place, equal_dims, shape_of
-from plurax.jaxpr.interpret import bind, constant, equation_context, flat_equations
+from plurax.jaxpr.interpret import (
+    all_equations,
+    bind,
+    constant,
+    equation_context,
+    flat_equations,
+)
 from plurax.jaxpr.random_blocks import bits_of_block, draws_apart
-from plurax.jaxpr.token_order import Order, OrderMark
+from plurax.jaxpr.token_order import BY_PLACES, Order, OrderMark
 
 # --- Dims that are one index ----------------------------------------------------------------------
 
@@ -200,7 +206,7 @@ class _Dims:
         tag = eqn.params.get("tag")
         if self._ordered and isinstance(tag, OrderMark):
             yield from ((eqn.outvars[0] if tag.computed else eqn.invars[0], d) for d in tag.dims)
-        elif not self._ordered and isinstance(tag, OverContext) and tag.tokens:
+        elif not self._ordered and isinstance(tag, OverContext) and tag.over == "devices":
             yield from ((eqn.outvars[0], dim) for dim in (tag.dim,) if dim is not None)
 
     def _pairs(self, eqn: Any) -> list[tuple[Place, Place]]:
@@ -294,18 +300,21 @@ class _Dims:
 # --- A function of tokens -------------------------------------------------------------------------
 
 
-def over_tokens(fun: Callable[..., PyTree], order: Order) -> Callable[..., PyTree]:
+def over_tokens(
+    fun: Callable[..., PyTree], trace: Callable[..., Any], devices: int
+) -> Callable[..., PyTree]:
     """Return the same function with tokens split over `context`, and in order where a mark says so.
 
-    **Arguments:** `fun`, a function of trees of arrays, its first argument the parameters, in which
-    what attention reads and returns is annotated and marked; `order`, that of the marks.
+    **Arguments:** `fun`, a function of trees of arrays, its first argument the parameters; `trace`,
+    which returns its jaxpr, in which what attention reads and returns is annotated and marked, all
+    in one order, and the shapes of its results; `devices`, those of `context`.
     """
 
     @functools.wraps(fun)
     def split(*args: PyTree) -> PyTree:
-        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+        closed, shapes = trace(*args)
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
-        evaluation = _Evaluation(closed.jaxpr, order)
+        evaluation = _Evaluation(closed.jaxpr, devices)
         out = evaluation(closed, leaves, len(jax.tree.leaves(args[0])))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
@@ -315,13 +324,15 @@ def over_tokens(fun: Callable[..., PyTree], order: Order) -> Callable[..., PyTre
 class _Evaluation:
     """The evaluation of a function on tokens.
 
-    **Arguments:** `jaxpr`, of the whole function; `order`, of all dims that are in order.
+    **Arguments:** `jaxpr`, of the whole function; `devices`, over which tokens are split.
     """
 
-    def __init__(self, jaxpr: Any, order: Order) -> None:
-        self._order, self._bodies = order, _Bodies()
-        self._split = _Dims(jaxpr, self._bodies, order.parts, ordered=False)
-        self._ordered = _Dims(jaxpr, self._bodies, order.parts, ordered=True)
+    def __init__(self, jaxpr: Any, devices: int) -> None:
+        tags = (eqn.params.get("tag") for eqn in all_equations(jaxpr))
+        orders = (tag.order for tag in tags if isinstance(tag, OrderMark))
+        self._order, self._bodies = next(orders, BY_PLACES), _Bodies()
+        self._split = _Dims(jaxpr, self._bodies, Order(devices).parts, ordered=False)
+        self._ordered = _Dims(jaxpr, self._bodies, self._order.parts, ordered=True)
         self._whole: dict[Any, Any] = {}  # what begins, before it is split and put in order
 
     def __call__(self, closed: Any, args: Sequence[Any], parameters: int) -> list[Any]:

@@ -15,9 +15,11 @@ devices: there it computes on blocks of keys as well (`kernel_blocks.py`).
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jaxtyping import Array, PyTree
 
 from plurax import errors
@@ -32,7 +34,7 @@ from plurax.jaxpr.kernel_blocks import KernelBlocks, KernelRegion, on_all_keys
 from plurax.jaxpr.key_blocks import KeyBlocks
 from plurax.jaxpr.masked_queries import WORTHWHILE, Queries, seen_queries
 from plurax.jaxpr.over_tokens import over_tokens
-from plurax.jaxpr.token_order import BY_PLACES, Order
+from plurax.jaxpr.token_order import BY_PLACES
 from plurax.user_frames import warn
 
 
@@ -42,7 +44,8 @@ class StreamOptions:
     see none of the keys of a block are left out.
 
     **Fields:** `worthwhile`, the share of the work for which tokens are put in another order;
-    `orders`, of each attention whether they were.
+    `orders`, of each attention whether they were; `groups`, among how many devices heads were
+    exchanged, 1 where they were not.
     """
 
     size: int
@@ -50,6 +53,26 @@ class StreamOptions:
     skip: bool
     worthwhile: float = WORTHWHILE
     orders: list[bool] = dataclasses.field(default_factory=list)
+    groups: set[int] = dataclasses.field(default_factory=set)
+
+    def fresh(self) -> "StreamOptions":
+        """Return the same for another function."""
+        return dataclasses.replace(self, orders=[], groups=set())
+
+    def again(self) -> "StreamOptions | None":
+        """Return how a function is streamed again, so that all attention has one order and the same
+        groups; None if it has."""
+        several = self.groups - {1}
+        if self.context is not None and len(self.groups) > 1 and self.context.common is None:
+            common = math.gcd(*several)
+            context = dataclasses.replace(
+                self.context, common=common if common > 1 else min(several)
+            )
+            return dataclasses.replace(self, context=context)
+        if len(set(self.orders)) > 1 and self.worthwhile < 1:
+            # Attention of which no key is masked would gather what is in order from all devices.
+            return dataclasses.replace(self, worthwhile=1)
+        return None
 
     @property
     def fewest(self) -> int:
@@ -84,18 +107,25 @@ def streamed(
     if block is None:
         return fun
 
-    def evaluate(*jaxpr: Any) -> list[Any]:
-        options = StreamOptions(block, context, skip)
-        out = _regions_of(options).evaluate(*jaxpr)
-        if len(set(options.orders)) > 1:
-            # Attention of which no key is masked would gather what is in order from all devices.
-            out = _regions_of(dataclasses.replace(options, worthwhile=1)).evaluate(*jaxpr)
-        return out
-
-    in_blocks = by_jaxpr(fun, evaluate)
+    options = StreamOptions(block, context, skip)
     if context is None:
-        return in_blocks
-    return over_tokens(in_blocks, Order(context.devices))
+        return by_jaxpr(fun, _regions_of(options).evaluate)
+    return over_tokens(fun, functools.partial(_traced, fun, options), context.devices)
+
+
+def _traced(fun: Callable[..., PyTree], options: StreamOptions, *args: PyTree) -> Any:
+    """Return the jaxpr of a function whose attention is annotated, and the shapes of its results.
+
+    It is traced again where its attention has several orders or groups.
+    """
+    while True:
+        own = options.fresh()
+        in_blocks = by_jaxpr(fun, _regions_of(own).evaluate)
+        jaxpr, shapes = jax.make_jaxpr(in_blocks, return_shape=True)(*args)
+        again = own.again()
+        if again is None:
+            return jaxpr, shapes
+        options = again
 
 
 def _regions_of(options: StreamOptions) -> Regions:
@@ -128,9 +158,10 @@ def _key_blocks(region: Region, options: StreamOptions, find: Callable[..., Quer
     if context is None or not context.splits(region):
         return KeyBlocks(region, size, None, find(region, size) if options.skip else None)
     block = context.block(region, size)
+    options.groups.add(context.devices // context.groups(region))
     if not options.skip:
         return KeyBlocks(region, block, context)
-    if context.exchanges_heads(region):
+    if context.groups(region) == 1:
         return KeyBlocks(region, block, context, find(region, block))
     # A range of tokens in the order of their places is that of a few devices.
     order = context.order(region)
@@ -164,12 +195,14 @@ def _by_kernel(region: KernelRegion, options: StreamOptions, *operands: Array) -
     """Return the result of a kernel on parts of the keys, or of the heads."""
     context, order = options.context, BY_PLACES
     assert context is not None
-    if region.exchanges_heads(context):
-        return KernelBlocks(region.kernel, context, order, operands[0].ndim).with_heads(*operands)
+    groups, rank = region.groups(context), operands[0].ndim
+    options.groups.add(context.devices // groups)
+    if groups == 1:
+        return KernelBlocks(region.kernel, context, groups, order, rank).with_heads(*operands)
     if options.skip and region.order(context).devices > 1:
         options.orders.append(region.kernel.causal or options.worthwhile == 1)
         order = region.order(context) if options.orders[-1] else BY_PLACES
-    return KernelBlocks(region.kernel, context, order, operands[0].ndim)(*operands)
+    return KernelBlocks(region.kernel, context, groups, order, rank)(*operands)
 
 
 def _kernels(eqns: Sequence[Any], context: Context) -> list[KernelRegion]:

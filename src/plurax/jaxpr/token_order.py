@@ -152,10 +152,10 @@ BY_PLACES = Order()
 
 
 class OrderMark:
-    """The mark of a value that attention reads with `dims` in order, or that it computed so."""
+    """The mark of a value that attention reads with `dims` in an order, or that it computed so."""
 
-    def __init__(self, dims: tuple[int, ...], *, computed: bool = False) -> None:
-        self.dims, self.computed = dims, computed
+    def __init__(self, dims: tuple[int, ...], order: Order, *, computed: bool = False) -> None:
+        self.dims, self.order, self.computed = dims, order, computed
 
 
 def marked(array: Array, mark: OrderMark) -> Array:

@@ -80,7 +80,8 @@ class AnnotationResolver:
     def _over_context(
         self, versions: ValueVersions, tag: OverContext, batch: tuple[int, ...]
     ) -> TensorSharding | None:
-        """Return the sharding of a value with a dim, or none, over `context`; other axes stay.
+        """Return the sharding of a value with a dim, or none, over `context` or a part of it; other
+        axes stay.
 
         None where the mesh has no `context`, or the shards would not divide the dim, and for a
         parameter that is split otherwise: on what meets it, it is cut.
@@ -88,11 +89,15 @@ class AnnotationResolver:
         now = self._first(versions).sharding
         if "context" not in self._axes.mesh or (versions.is_param and now.axes):
             return None
-        target = TensorSharding(now.dims).without(["context"])
+        every = axes = self._axes.expand("context")
+        if len(every) > 1 and tag.over != "devices":
+            axes = every[1:] if tag.over == "heads" else every[:1]
+        target = TensorSharding(now.dims).without(axes)
         if tag.dim is None:
             return target
         dim = [d for d in range(len(versions.shape)) if d not in batch][tag.dim]
-        target = target.with_dim(dim, ("context", *target.dims[dim]))
+        kept = (axis for axis in target.dims[dim] if axis not in every)
+        target = target.with_dim(dim, (*axes, *kept))
         return None if target.indivisible_dims(versions.shape, self._axes.sizes) else target
 
     def _back(self, versions: ValueVersions, tag: Tag) -> TensorSharding | None:

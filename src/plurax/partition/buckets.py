@@ -409,9 +409,10 @@ def _all_gather(
         buffer = jnp.pad(buffer, (0, -buffer.size % TILE))
     if by is not None:
         (buffer,) = order_after([buffer], by)
-    over = steps[0].axes
-    rows = moved(lambda x: lax.all_gather(x, over), buffer, axes)
-    devices, arrays, first = axes.size(over), [], 0
+    over, groups = axes.group(steps[0].axes)
+    gather = functools.partial(lax.all_gather, axis_name=over, axis_index_groups=groups)
+    rows = moved(gather, buffer, axes)
+    devices, arrays, first = axes.size(steps[0].axes), [], 0
     for shard, spec, step in zip(shards, specs, steps, strict=True):
         shape, dim = shard.shape, step.dim
         assert dim is not None
@@ -438,8 +439,8 @@ def _reduce_scatter(
     Tensors (8, 3) and (20,) on 4 devices: rows (4, 6) and (4, 5), a buffer (4, 11), scattered to
     (11,), cut into the shards (2, 3) and (5,).
     """
-    over = steps[0].axes
-    devices, rows = axes.size(over), []
+    over, groups = axes.group(steps[0].axes)
+    devices, rows = axes.size(steps[0].axes), []
     for shard, step in zip(shards, steps, strict=True):
         dim = step.dim
         assert dim is not None
@@ -450,7 +451,7 @@ def _reduce_scatter(
     buffer = jnp.concatenate(rows, axis=1)
     if by is not None:
         (buffer,) = order_after([buffer], by)
-    flat = lax.psum_scatter(buffer, over, scatter_dimension=0)
+    flat = lax.psum_scatter(buffer, over, scatter_dimension=0, axis_index_groups=groups)
     arrays, first = [], 0
     for spec in specs:
         last = first + spec.array.size

@@ -30,7 +30,7 @@ from plurax.jaxpr.compat import Scan, open_jaxpr
 from plurax.jaxpr.context import GATHERED, RING
 from plurax.partition.buckets import computed_at
 from plurax.partition.carry import Carry
-from plurax.partition.ring import AXIS, PLACED, Ring, goes_around, kind_of_stack
+from plurax.partition.ring import AXIS, PLACED, Ring, kind_of_stack, ring_of
 from plurax.partition.values import OwnRows, ShardedValue, ValueVersions
 from plurax.sharding.spec import REPLICAS, TensorSharding
 
@@ -58,10 +58,10 @@ class Loop:
         self.partitioner, self.eqn = partitioner, eqn
         self.scan = Scan.of(eqn)
         self.length, self.carried = self.scan.length, self.scan.num_carry
-        self.in_ring = ring and goes_around(partitioner, eqn, inputs)
+        self.consts, carry, xs = self.scan.split(inputs)
+        self.ring = ring_of(partitioner, eqn, [*self.consts, *carry], xs) if ring else ()
         # Whether an iteration communicates over the ring, where devices have different blocks.
         self.mixes_blocks = False
-        self.consts, carry, xs = self.scan.split(inputs)
         self.carry = Carry(partitioner, self.scan.split(self.scan.body.invars)[1], carry)
         # The place of the sizes of a stack of which each device has its own rows.
         self.sizes = [self._place_of_sizes(versions, xs) for versions in xs]
@@ -81,7 +81,7 @@ class Loop:
 
     def _place_of_sizes(self, versions: ValueVersions, xs: list[ValueVersions]) -> int | None:
         """Return the place of the sizes by which devices have rows of a stack, if they have."""
-        rows = None if versions.deferred or self.in_ring else versions.value.rows
+        rows = None if versions.deferred or self.ring else versions.value.rows
         if rows is None or versions.value.sharding.dims[0]:
             return None
         return next((place for place, one in enumerate(xs) if one is rows.sizes), None)
@@ -90,10 +90,11 @@ class Loop:
         """Return a stacked input with its leading dim replicated, so that a scan can take rows, or
         in a ring with each device's own."""
         value: ShardedValue = self.partitioner.reduced(versions)
-        if value.sharding.dims[0] and not (self.in_ring and value.sharding.dims[0] == (AXIS,)):
+        if value.sharding.dims[0] not in ((), self.ring):
             # Of the user's tokens a warning is given, of blocks of attention it is meant so.
             scope = str(self.eqn.source_info.name_stack)
-            meant = RING in scope or GATHERED in scope or AXIS not in value.sharding.dims[0]
+            of_tokens = AXIS in self.partitioner.axes.mesh_axes(value.sharding.dims[0])
+            meant = RING in scope or GATHERED in scope or not of_tokens
             line = None if meant else self.partitioner.line(self.eqn)
             with self.partitioner.needed_by(self.eqn, line):
                 value = self.partitioner.reshard(versions, value.sharding.with_dim(0, ()))
@@ -108,7 +109,7 @@ class Loop:
             with self.partitioner.planning() as records:
                 self._iteration(self.carry.shapes(), rows)
             if self.carry.learn(self.found[: self.carried]):
-                self.mixes_blocks = self.in_ring and any(AXIS in one.axes for one in records)
+                self.mixes_blocks = bool(self.ring) and any(AXIS in one.axes for one in records)
                 # `sent` is that of one iteration, and the alternative is sent once.
                 gathers = [one for one in records if set(REPLICAS).intersection(one.axes)]
                 sent = sum(record.bytes_sent for record in gathers)
@@ -125,10 +126,10 @@ class Loop:
     def run(self, start: list[Array]) -> list[ValueVersions]:
         """Run the loop and return the final carry and the stacked outputs."""
         rows = [value.array for value in self.xs]
-        kinds = [kind_of_stack(value.sharding) for value in self.found[self.carried :]]
-        if self.in_ring:
-            around = [value.sharding.dims[0] == (AXIS,) for value in self.xs]
-            ring = Ring(self.partitioner, self.scan, self._iteration, around, kinds)
+        kinds = [kind_of_stack(x.sharding, self.ring) for x in self.found[self.carried :]]
+        if self.ring:
+            around = [value.sharding.dims[0] == self.ring for value in self.xs]
+            ring = Ring(self.partitioner, self.ring, self.scan, self._iteration, around, kinds)
             arrays = ring.run(start, rows)
         else:
             with self.partitioner.repeated(self.length):
@@ -141,7 +142,7 @@ class Loop:
             sharding, data_varying, is_param = value.kind
             # A stacked output has one leading dim more than the row that the body returned.
             if len(sharding.dims) < len(var.aval.shape):
-                over = (AXIS,) if self.in_ring and kind != PLACED else ()
+                over = self.ring if kind != PLACED else ()
                 sharding = TensorSharding((over, *sharding.dims), sharding.partial - {*over})
             results.append(
                 ValueVersions(

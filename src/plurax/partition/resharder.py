@@ -245,10 +245,10 @@ class Resharder:
             n, over = self.axes.size(one.axes), self.axes.mesh_axes(one.axes)
             self._record(one.kind, over, one.bytes(n), one.bytes_sent(n))
 
-    def record_permute(self, axis: str, shard: Any) -> None:
-        """Record that a device sends a shard to another along an axis."""
+    def record_permute(self, axes: tuple[str, ...], shard: Any) -> None:
+        """Record that a device sends a shard to another along axes."""
         size = shard.size * shard.dtype.itemsize
-        self._record("collective-permute", (axis,), size, size)
+        self._record("collective-permute", self.axes.mesh_axes(axes), size, size)
 
     def _record(
         self, kind: str, axes: tuple[str, ...], size: int, bytes_sent: float, operation: str = ""

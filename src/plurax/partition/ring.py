@@ -35,57 +35,67 @@ from plurax.partition.values import ValueVersions
 from plurax.sharding.spec import TensorSharding
 
 AXIS = "context"
-"""The mesh axis of the ring."""
+"""The mesh axis of the ring, or of rings, where their devices are those along a part of it."""
 
 
-def goes_around(partitioner: Any, eqn: Any, inputs: Sequence[ValueVersions]) -> bool:
-    """Whether the blocks of a loop go around: it is marked, and its blocks and queries are split.
+def ring_of(
+    partitioner: Any, eqn: Any, others: Sequence[ValueVersions], xs: Sequence[ValueVersions]
+) -> tuple[str, ...]:
+    """Return the axes over which the blocks of a loop go around; none where they do not.
 
-    Not where only some devices run at a time, since all take part in a permute.
+    They do if the loop is marked, and its blocks and queries are split; not where only some devices
+    run at a time, since all take part in a permute.
+
+    **Arguments:** `others`, the inputs of the loop that are no stacks; `xs`, the stacks.
     """
-    if RING not in str(eqn.source_info.name_stack) or AXIS not in partitioner.axes.mesh:
-        return False
-    split = [one for one in inputs if one.deferred is None and AXIS in one.value.sharding.axes]
-    stacked = [one for one in split if one.value.sharding.dims[0] == (AXIS,)]
-    return bool(partitioner.axes.permutes and stacked and len(split) > len(stacked))
+    axes = partitioner.axes
+    if RING not in str(eqn.source_info.name_stack) or AXIS not in axes.mesh or not axes.permutes:
+        return ()
+    stacks = [one.value.sharding.dims for one in xs if one.deferred is None]
+    context = set(axes.expand(AXIS))
+    rings = [dims[0] for dims in stacks if dims[0] and context.issuperset(dims[0])]
+    rows = [one.value.sharding.axes for one in others if one.deferred is None]
+    rows += [tuple(axis for entry in dims[1:] for axis in entry) for dims in stacks]
+    return rings[0] if rings and any(set(rings[0]).intersection(row) for row in rows) else ()
 
 
 TRAVELS, OWN, PLACED = "travels", "own", "placed"
 
 
-def kind_of_stack(row: TensorSharding) -> str:
+def kind_of_stack(row: TensorSharding, ring: Sequence[str]) -> str:
     """Return what becomes of a stacked result of an iteration, by the sharding of its row.
 
     A sum over the queries of all devices travels with its block. What is split by queries, such as
     the gradient of a bias, is placed among the rows of all blocks, which each device has of its own
     queries. What is neither is complete where the block is at home.
     """
-    if AXIS in row.partial:
+    if not row.partial.isdisjoint(ring):
         return TRAVELS
-    return PLACED if AXIS in row.axes else OWN
+    return PLACED if set(ring).intersection(row.axes) else OWN
 
 
 @final
 class Ring:
     """A loop whose blocks go around.
 
-    **Arguments:** `partitioner`; `scan`, the loop over all blocks; `iteration`, on one device's
-    shards, `(carry, rows) -> [*carry, *stacked results]`; `around`, of each stack whether a device
-    has its own blocks of it, which go around, and not all, of which it takes those it needs;
-    `kinds`, of each stacked result (see `kind_of_stack`).
+    **Arguments:** `partitioner`; `ring`, the axes over which blocks go around; `scan`, the loop
+    over all blocks; `iteration`, on one device's shards, `(carry, rows) -> [*carry, *stacked]`;
+    `around`, of each stack whether a device has its own blocks of it, which go around, and not all,
+    of which it takes those it needs; `kinds`, of each stacked result (see `kind_of_stack`).
     """
 
     def __init__(
         self,
         partitioner: Any,
+        ring: tuple[str, ...],
         scan: Scan,
         iteration: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
         around: Sequence[bool],
         kinds: Sequence[str],
     ) -> None:
-        self._partitioner, self._iteration = partitioner, iteration
+        self._partitioner, self._ring, self._iteration = partitioner, ring, iteration
         self._around, self._kinds = around, kinds
-        self._devices: int = partitioner.axes.mesh[AXIS]
+        self._devices: int = partitioner.axes.size(ring)
         self._scan = dataclasses.replace(scan, length=scan.length // self._devices)
 
     def run(self, carry: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
@@ -149,9 +159,11 @@ class Ring:
 
     def _moved(self, arrays: Sequence[Any]) -> list[Any]:
         """Send arrays to the next device of the ring, and return those of the one before."""
-        pairs = [(device, (device + 1) % self._devices) for device in range(self._devices)]
+        _, groups = self._partitioner.axes.group(self._ring)
+        rings = groups or [list(range(self._devices))]
+        pairs = [(ring[n - 1], device) for ring in rings for n, device in enumerate(ring)]
         for array in arrays:
-            self._partitioner.record_permute(AXIS, array)
+            self._partitioner.record_permute(self._ring, array)
 
         def execute(*arrays: Array) -> list[Array]:
             return [lax.ppermute(array, AXIS, pairs) for array in arrays]
@@ -160,7 +172,8 @@ class Ring:
 
     def _first(self, number: Any) -> Any:
         """Return the place, among all blocks, of the first block that a device has in a turn."""
-        return (lax.axis_index(AXIS) - number) % self._devices * self._scan.length
+        index = self._partitioner.axes.index(self._ring)
+        return (index - number) % self._devices * self._scan.length
 
     def _rows_of(self, stack: Any, number: Any) -> Any:
         """Return what a stack of all blocks has of those that a device has in a turn."""

@@ -177,7 +177,7 @@ def _with_attention_in_blocks(machine: Machine, wanted: "_Wanted", effort: Effor
 
     def searched(choice: _Wanted) -> list[Found]:
         results = [_search_on(machine, choice, effort.again())]
-        for strategy in () if choice is wanted else ("gather", "heads"):
+        for strategy in () if choice is wanted else ("gather", "heads", "heads+ring"):
             plan = vars(results[0].best) | {"context_strategy": strategy}
             with contextlib.suppress(errors.PlanError):
                 results.append(_search_on(machine, choice.holding(**plan), effort.again()))

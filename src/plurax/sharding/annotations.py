@@ -15,7 +15,7 @@ resharded; the cotangent is resharded to the sharding that the value had before.
     dx = annotate[tag=hidden transposed=True] dy
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -188,18 +188,27 @@ def _mark(x: Any, tag: Tag) -> Array:
     return annotate_p.bind(x, tag=tag, batch=(), transposed=False)
 
 
-def parts_of_tensor(tags: set[Tag], tensor: int) -> dict[str, tuple[int, ...]]:
-    """Return the prime factors of `tensor` if an annotation splits over fewer devices, else {}.
+def parts_of_axes(tags: set[Tag], sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Return the parts in which annotations use mesh axes; those that are used whole have none.
 
-    `tensor=4` and an annotation with 2 shards give `{"tensor": (2, 2)}`: each part is an axis.
+    `tensor=4` and an annotation with 2 shards give its prime factors, each an axis of its own;
+    `context=8` and heads exchanged among 4 devices give the number of such groups and their size.
+
+    >>> parts_of_axes({OverContext(2, "heads", group=4)}, {"context": 8})
+    {'context': (2, 4)}
     """
+    context, tensor = (sizes.get(axis, 1) for axis in ("context", "tensor"))
+    groups = {tag.group for tag in tags if isinstance(tag, OverContext)} - {1, context}
+    parts: dict[str, tuple[int, ...]] = {}
+    if groups:
+        parts["context"] = context // max(groups), max(groups)
     ways = {n for tag in tags if isinstance(tag, Split) for n in tag.num_shards.values()}
     if tensor == 1 or ways <= {1, tensor}:
-        return {}
-    parts, left, factor = [], tensor, 2
+        return parts
+    factors, left, factor = [], tensor, 2
     while left > 1:
         while left % factor == 0:
-            parts.append(factor)
+            factors.append(factor)
             left //= factor
         factor += 1
-    return {"tensor": tuple(parts)}
+    return parts | {"tensor": tuple(factors)}

@@ -120,7 +120,8 @@ def _path(
         for move in _moves(here, target, shape, itemsize, axes):
             if move.result not in done and not avoid & set(move.axes):
                 entry = (
-                    cost + move.bytes_sent,
+                    # Of as many bytes in fewer steps, also where thirds of them are added up.
+                    round(cost + move.bytes_sent, 3),
                     steps + 1,
                     next(order),
                     move.result,

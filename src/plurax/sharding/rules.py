@@ -113,7 +113,7 @@ def zero_sharding(
     Scalars and empty tensors stay as they are, and so does what a rule splits over `data`. With
     `stacked` layers, the leading dim is never split.
     """
-    axes = {axis: plan.axes[axis] for axis in REPLICAS if plan.axes[axis] > 1}
+    axes = {axis: n for axis, n in plan.axes.items() if axis in REPLICAS and n > 1}
     if not axes or 0 in shape or "data" in sharding.axes:
         return sharding
     free = [

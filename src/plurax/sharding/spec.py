@@ -13,9 +13,10 @@ from plurax.argument_check import text
 AxisSizes = Mapping[str, int]
 Dims = tuple[tuple[str, ...], ...]
 
-REPLICAS = ("data", "context")
-"""The mesh axes over which devices have equal parameters, of other rows or other tokens; ZeRO
-splits parameters, gradients and the optimizer's state over both."""
+REPLICAS = ("data", "context", "context:0", "context:1")
+"""The axes over which devices have equal parameters, of other rows or other tokens: mesh axes, and
+the parts of `context` (`axes.py`). ZeRO splits parameters, gradients and the optimizer's state over
+both."""
 
 MOST_DIMS = 1000
 """The largest number of dims of a tensor; NumPy knows 64."""

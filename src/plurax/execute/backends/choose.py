@@ -31,10 +31,11 @@ def planned_task(task: Task, plan: Plan, *, member: bool = False) -> Task:
     """Return the task as a plan computes it; a `member` is one of a population."""
     # Between stages tokens would be brought back to the order of their places.
     ordered = plan.pipeline == 1
-    context = Context(plan.context, plan.context_strategy, ordered) if plan.context > 1 else None
+    context = Context(plan.context, plan.context_strategy, ordered, tensor=plan.tensor)
     # Of tokens that may be split over `tensor` a range would be gathered from others.
-    task = streamed_task(task, plan.stream, context, skip=plan.tensor == 1)
-    if (plan.tensor > 1 or member) and context is None:
+    split = context if plan.context > 1 else None
+    task = streamed_task(task, plan.stream, split, skip=plan.tensor == 1)
+    if (plan.tensor > 1 or member) and split is None:
         task = transformed_task(task, with_kernels)
     if plan.splits_experts and not task.coupled:
         task = transformed_task(task, functools.partial(at_experts, devices=plan.data))

@@ -70,7 +70,7 @@ from plurax.sharding.annotations import (
     Tag,
     activation_names,
     annotations_in,
-    parts_of_tensor,
+    parts_of_axes,
 )
 from plurax.sharding.axes import Axes
 from plurax.sharding.rules import Rules, is_sharding
@@ -152,7 +152,7 @@ class ShardedBackend(Backend):
                 "keys, or a call of cuDNN's or of JAX's flash attention without a bias; its tokens "
                 f"must be a multiple of {plan.context}. Or data={plan.context} splits the batch."
             )
-        parts = parts_of_tensor(tags, sizes.get("tensor", 1))
+        parts = parts_of_axes(tags, sizes)
         runs: dict[str, Any] = {"permutes": plan.pipeline == 1, "platform": platform_of(mesh)}
         self.axes = Axes(sizes, parts, **runs)
         # Only the devices of one stage run its equations: no collective there spans `pipeline`.

@@ -59,7 +59,11 @@ def convolution(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
         if kind == "space":
             dims[out[place + 2]] = split.get((kind, place), ())
     summed = frozenset(a for label, entry in split.items() if label[0] in SUMMED for a in entry)
-    read = {label: one for label, one in spatial.items() if split.get(label) == (one.axis,)}
+    read = {
+        label: one
+        for label, one in spatial.items()
+        if split.get(label) == context.axes.expand(one.axis)
+    }
     changed = _without_padding(eqn, [place for _, place in read])
     sharding = TensorSharding(tuple(dims), summed)
     decision = decided(context, eqn, inputs, operands, sharding)

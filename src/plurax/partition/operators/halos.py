@@ -117,7 +117,7 @@ class Halo:
         kind = "collective-permute" if context.axes.permutes else "all-gather"
         shapes = [_with(shape, dim, count) for count in self.edges if count]
         like = [jax.ShapeDtypeStruct(edge, dtype) for edge in shapes]
-        return [InnerCollective(kind, (self.axis,), one) for one in like]
+        return [InnerCollective(kind, context.axes.expand(self.axis), one) for one in like]
 
     def read(self, axes: Axes, array: Array, dim: int, fill: Array) -> Array:
         """Return the places that this device reads, of width `width` along a dim.
@@ -187,14 +187,15 @@ def halo(
     source is split too; `dilation`, of the source.
     """
     axes = context.axes
+    whole = axes.mesh_axes(entry)
     # Rows over `data`, and parts of an axis, are gathered.
-    if len(entry) != 1 or entry[0] not in axes.mesh or entry[0] == "data" or not size * result:
+    if len(whole) != 1 or entry != axes.expand(*whole) or whole == ("data",) or not size * result:
         return None
     count = axes.size(entry)
     first, dilation = int(first), int(dilation)  # JAX has some as NumPy's
     own = -(-result // count)
     reads = Halo(
-        entry[0], count, split, size, first, stride * own, stride * (own - 1) + 1 + more,
+        whole[0], count, split, size, first, stride * own, stride * (own - 1) + 1 + more,
         first + stride * (result - 1) + 1 + more, dilation,
     )  # fmt: skip
     # Of less than one for each second device all get all, once.

@@ -207,7 +207,7 @@ def concatenate(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
         for one, part in zip(inputs, parts, strict=True)
     ]
     ends = list(itertools.accumulate(part.size for part in parts))
-    step, (axis,) = parts[0].step, before.dims[dim]
+    step, axis = parts[0].step, parts[0].axis
 
     def execute(*arrays: Array) -> list[Array]:
         joined = arrays[0]
@@ -256,8 +256,8 @@ def rev(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision
     def execute(array: Array) -> list[Array]:
         (array,) = bind(eqn, [array])
         for d in split:
-            (axis,) = have.dims[d]
-            count = context.axes.sizes[axis]
+            (axis,) = context.axes.mesh_axes(have.dims[d])
+            count = context.axes.mesh[axis]
             pairs = [(k, count - 1 - k) for k in range(count)]
             exchange = functools.partial(lax.ppermute, axis_name=axis, perm=pairs)
             array = moved(exchange, array, context.axes)
