@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
 from plurax import errors
@@ -59,7 +58,8 @@ def on_devices_with_host_calls(
         )(*inputs)
 
     def run(*args: Any) -> Any:
-        mapped = on_devices(fun, mesh, axes, kinds, takes, gives)
+        # Inline, it is the `shard_map` alone, of whose body there is one trace.
+        mapped = jax.jit(on_devices(fun, mesh, axes, kinds, takes, gives), inline=True)
         closed, shapes = jax.make_jaxpr(mapped, return_shape=True)(*args)
         equations = list(all_equations(closed.jaxpr))
         calls = [eqn for eqn in equations if eqn.primitive.name in _ALL_MANUAL]
@@ -75,11 +75,10 @@ def on_devices_with_host_calls(
         kernels = any(eqn.primitive.name in ("pallas_call", "attend") for eqn in equations)
         if kernels and axes != set(mesh.axis_names):
             return on_devices(fun, mesh, set(mesh.axis_names), kinds, takes, gives)(*args)
+        if not calls or axes == set(mesh.axis_names):
+            return mapped(*args)
         flat = jax.tree.leaves(args)
-        if calls and axes != set(mesh.axis_names):
-            results = interpret(closed.jaxpr, closed.consts, flat, {"shard_map": over_all_axes})
-        else:
-            results = jaxpr_as_fun(closed)(*flat)
+        results = interpret(closed.jaxpr, closed.consts, flat, {"shard_map": over_all_axes})
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run

@@ -59,7 +59,7 @@ from plurax.partition.manual import eval_manual_body
 from plurax.partition.operators import RULES, by_default, by_own_rows
 from plurax.partition.partial_sums import shrinking
 from plurax.partition.resharder import Resharder
-from plurax.partition.rule_context import count_readers
+from plurax.partition.rule_context import RuleContext, count_readers
 from plurax.partition.scopes import BY_HAND
 from plurax.partition.stacked_results import rows_inside
 from plurax.partition.values import (
@@ -252,9 +252,7 @@ class Partitioner(Resharder):
         if name == "shard_map":
             return self._by_hand(eqn, self.together(eqn, inputs, ready))
         as_given = any(versions.pinned for versions in inputs)
-        context = dataclasses.replace(
-            self.context, as_given=as_given, readers=readers, shrinking=less
-        )
+        context = RuleContext(self.axes, self.joint, as_given, readers, less)
         if name not in _STAYING:
             inputs = self.together(eqn, inputs, ready)
         decision = by_own_rows(context, eqn, inputs) or RULES.get(name, by_default)(

@@ -34,20 +34,22 @@ from plurax.strategies import Entries, Strategies, Strategy, axes_of
 
 
 def with_strategies(
-    fun: Callable[..., PyTree], strategies: Strategies | None
+    fun: Callable[..., PyTree], strategies: Strategies | None, *, again: bool = False
 ) -> Callable[..., PyTree]:
     """Return a function in which the operands of some equations are annotated.
 
-    Raises `PlanError` when the function is traced and is not the one the strategies were found for.
+    With `again` its equations are evaluated in any case, as JAX keeps those of an earlier trace.
+    Raises `PlanError` when it is traced and is not the one the strategies were found for.
     """
-    if strategies is None:
+    if strategies is None and not again:
         return fun
 
     def pinned(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-        check(closed.jaxpr, strategies)
-        pinned = annotated(closed.jaxpr, strategies.equations)
-        out = jaxpr_as_fun(closed.replace(jaxpr=pinned))(*jax.tree.leaves(args))
+        if strategies is not None:
+            check(closed.jaxpr, strategies)
+            closed = closed.replace(jaxpr=annotated(closed.jaxpr, strategies.equations))
+        out = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return pinned

@@ -101,7 +101,8 @@ class Resharder:
         """Apply operations to shards; `specs` are the results, with shapes in place of arrays."""
         out = self._executor.run(execute, arrays, [spec.array for spec in specs], product)
         return [
-            dataclasses.replace(spec, array=array) for spec, array in zip(specs, out, strict=True)
+            spec if array is spec.array else dataclasses.replace(spec, array=array)
+            for spec, array in zip(specs, out, strict=True)
         ]
 
     def apply(self, decision: Decision) -> list[Output]:

@@ -141,6 +141,7 @@ def _moves(
         return sharding.shard_bytes(shape, itemsize, sizes)
 
     free = [a for a in sizes if a not in here.axes and a not in here.partial]
+    own = size(here)
     for dim, entry in enumerate(here.dims):
         for axis in free:
             # Free axes hold copies: a device keeps its part of the shard and sends nothing.
@@ -155,7 +156,7 @@ def _moves(
             n = axes.size(moved)
             new = here.with_dim(dim, entry[:cut])
             # Shards are gathered with their padding, which each device cuts off afterwards.
-            gathered = n * size(here)
+            gathered = n * own
             yield ReshardStep("all-gather", moved, dim, None, new, gathered, gathered * (n - 1) / n)
             # Only an all-gather cuts padding off.
             if shape[dim] % here.num_shards(dim, sizes):
@@ -164,19 +165,15 @@ def _moves(
                 if other != dim:
                     there = new.with_dim(other, (*new.dims[other], *moved))
                     if shape[other] % there.num_shards(other, sizes) == 0:
-                        bytes_sent = size(there) * (n - 1) / n
-                        yield ReshardStep(
-                            "all-to-all", moved, dim, other, there, size(there), bytes_sent
-                        )
+                        held = size(there)
+                        sent = held * (n - 1) / n
+                        yield ReshardStep("all-to-all", moved, dim, other, there, held, sent)
     yield from _sums(here, target, shape, itemsize, axes)
     # If all shards keep their shape, blocks only change devices: a permute sends each shard once.
-    same_shards = all(
-        here.num_shards(d, sizes) == target.num_shards(d, sizes) for d in range(len(shape))
-    )
     if (
         axes.permutes
         and here.dims != target.dims
-        and same_shards
+        and all(here.num_shards(d, sizes) == target.num_shards(d, sizes) for d in range(len(shape)))
         and not here.indivisible_dims(shape, sizes)
     ):
         touched = tuple(a for a in sizes if a in {*here.axes, *target.axes})

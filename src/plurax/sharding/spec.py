@@ -32,6 +32,7 @@ class TensorSharding:
       it is not split. Each axis splits at most one dim; over axes that split none, the tensor is
       replicated.
     - `partial`: mesh axes over which each device holds one term of a sum that is not reduced yet.
+    - `axes`: those that split a dim, in the order of the dims.
 
     Raises `PlanError` if an axis is used twice.
 
@@ -44,8 +45,10 @@ class TensorSharding:
 
     dims: Dims
     partial: frozenset[str] = frozenset()
+    axes: tuple[str, ...] = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", tuple(axis for dim in self.dims for axis in dim))
         used = [*self.axes, *sorted(self.partial)] if self.partial else self.axes
         if len({*used}) < len(used):
             axis = next(axis for axis in used if used.count(axis) > 1)
@@ -91,16 +94,11 @@ class TensorSharding:
             entries.pop()
         return PartitionSpec(*entries)
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes that split a dim, in the order of the dims."""
-        return tuple(axis for dim in self.dims for axis in dim)
-
     def num_shards(self, dim: int, axes: AxisSizes) -> int:
         """Return the number of shards of a dim."""
         try:
             names = self.dims[dim]
-            return math.prod([axes[axis] for axis in names]) if names else 1
+            return axes[names[0]] if len(names) == 1 else math.prod([axes[name] for name in names])
         except KeyError as error:
             raise errors.sharding_unknown_axis("the tensor", error.args[0], tuple(axes)) from None
         except IndexError:
@@ -110,8 +108,10 @@ class TensorSharding:
         """Return the shape of one shard; a dim that its shards do not divide is padded."""
         if len(shape) != len(self.dims):
             raise errors.sharding_wrong_rank("the tensor", tuple(shape), repr(self))
+        if not self.axes:
+            return tuple(shape)
         pairs = enumerate(zip(shape, self.dims, strict=True))
-        return tuple(-(-n // self.num_shards(i, axes)) if names else n for i, (n, names) in pairs)
+        return tuple([-(-n // self.num_shards(i, axes)) if names else n for i, (n, names) in pairs])
 
     def shard_bytes(self, shape: Sequence[int], itemsize: int, axes: AxisSizes) -> int:
         """Return the bytes of one shard."""

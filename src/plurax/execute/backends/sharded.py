@@ -198,13 +198,14 @@ class ShardedBackend(Backend):
         )
 
     def _total(self, split: bool = True) -> BatchTotals:
-        fun, microbatches = self._gradient(split), self.plan.most_microbatches
+        fun = gradient(self.task, self.plan.precision, remat=self.plan.remat)
+        each, microbatches = self._gradient(fun, split), self.plan.most_microbatches
         if not self.task.coupled:
-            last = self._gradient(split, last=True) if self._reduces_early else None
-            return device_totals(fun, self.plan.replica_microbatches, self._reduced, last)
+            last = self._gradient(fun, split, last=True) if self._reduces_early else None
+            return device_totals(each, self.plan.replica_microbatches, self._reduced, last)
         if split:
-            return coupled_totals(fun, microbatches, self._reduced, self._data)
-        return uneven_totals(fun, microbatches, self._reduced)
+            return coupled_totals(each, microbatches, self._reduced, self._data)
+        return uneven_totals(each, microbatches, self._reduced)
 
     @property
     def _reduces_early(self) -> bool:
@@ -212,16 +213,16 @@ class ShardedBackend(Backend):
         early = early_reduction.reduces_early(self.plan, self.axes.platform)
         return early and not self.task.coupled
 
-    def _gradient(self, split: bool, *, last: bool = False) -> Callable[..., Any]:
+    def _gradient(self, fun: Any, split: bool, *, last: bool = False) -> Callable[..., Any]:
         """Return the gradient function of one microbatch; its totals are `ShardedValue`s.
 
         That of the `last` one takes the totals of those before, and adds its own. It reduces the
         gradients that a loop stacks in that loop.
         """
-        fun: Callable[..., Any] = gradient(self.task, self.plan.precision, remat=self.plan.remat)
-        fun = with_strategies(fun, self.plan.strategies)
-        fun = early_reduction.last_gradient(fun) if last else fun
-        fun = early_reduction.in_order(fun) if self._reduces_early else fun
+        again = last and self.plan.most_microbatches > 1
+        whole: Callable[..., Any] = with_strategies(fun, self.plan.strategies, again=again)
+        whole = early_reduction.last_gradient(whole) if last else whole
+        whole = early_reduction.in_order(whole) if self._reduces_early else whole
 
         def run(params: PyTree, model_state: PyTree, rows: Rows, *totals: Any) -> Any:
             partitioner = self.partitioner(joint=self.task.coupled, sums=last, gradients=True)
@@ -240,7 +241,7 @@ class ShardedBackend(Backend):
             # Below ZeRO-2 a gradient stays a partial sum until all microbatches are added up, so
             # that it is reduced once per step.
             tight = self.plan.zero >= 2
-            values, states = partition(fun, partitioner, args, wanted, tight=tight)
+            values, states = partition(whole, partitioner, args, wanted, tight=tight)
             states = jax.tree.map(partitioner.whole, states, is_leaf=is_sharded_value)
             self.warn(partitioner.records)
             return values, _arrays(states)
