@@ -22,6 +22,7 @@ from plurax.trace.kernel_order import (
     depth_first,
     gradients_late,
     list_order,
+    products_late,
 )
 from plurax.trace.kernels import before_products, kernels
 from plurax.trace.liveness import Buffer, outside, pack, peak_bytes, temporaries
@@ -328,6 +329,21 @@ def test_a_gpu_counts_what_a_chain_reads():
 
     assert roots(lambda x: fun(x, x), x) == ["reduce_sum"] * 3
     assert roots(fun, x, y) == ["add"] + ["reduce_sum"] * 3
+    # Two arrays of half the bytes are as one.
+    halves = [jax.ShapeDtypeStruct((K, K), jnp.bfloat16)] * 2
+    wide = lambda *halves: fun(*(half.astype(jnp.float32) for half in halves))  # noqa: E731
+    assert roots(wide, *halves) == ["reduce_sum"] * 3
+
+
+def test_a_product_on_a_gpu_is_written_in_its_own_precision():
+    """Of attention in bfloat16 the scores are in memory, and not what the softmax makes of them."""
+
+    def fun(x, w):
+        scores = (x @ w).astype(jnp.float32)
+        return jnp.max(scores, 1), jnp.sum(jnp.exp(scores), 1)
+
+    halves = [jax.ShapeDtypeStruct((K, K), jnp.bfloat16)] * 2
+    assert roots(fun, *halves) == ["dot_general", "reduce_max", "reduce_sum"]
 
 
 def test_a_reduction_on_a_gpu_reads_a_part_of_an_array():
@@ -409,6 +425,93 @@ def test_gradients_wait_for_gathers_on_gpus():
         computed = {value for one in order for value in one.outputs}
         assert made >= computed.intersection(kernel.reads)
         made.update(kernel.outputs)
+
+
+def over_four(fun, *shapes, dtype=jnp.float32):
+    """The kernels on a GPU of a function over four devices, in the order of the program."""
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    closed = jax.make_jaxpr(fun, axis_env=[("data", 4)])(*arrays)
+    inputs = [Value(var.aval) for var in closed.jaxpr.invars]
+    return kernels(Flattener({"data": 4}).block(closed.jaxpr, inputs), rules=rules_of("gpu"))
+
+
+def whole(part):
+    return jax.lax.all_gather(part, "data", tiled=True)
+
+
+def place_of(order, *shape):
+    """Where the product of this shape is in an order, and how many gathers come before it."""
+    place = next(
+        at for at, kernel in enumerate(order)
+        if kernel.root.name == "dot_general" and kernel.outputs[0].shape == shape
+    )  # fmt: skip
+    return place, sum(kernel.root.name == "all_gather" for kernel in order[:place])
+
+
+def backward(h, part, turns=GATHERS + 3, apart=True):
+    """Products with what is gathered, one gather after another or all of them at once."""
+    for turn in range(turns):
+        own = part * (turn + 1) + (jnp.sum(h) if apart else 0)
+        h = jnp.tanh(h @ whole(own))
+    return h
+
+
+@pytest.mark.parametrize(("apart", "behind"), [(True, GATHERS), (False, GATHERS + 3)])
+def test_gathers_that_are_combined_count_once(apart, behind):
+    def fun(x, part):
+        return x.T @ x, backward(x, part, apart=apart)
+
+    order = over_four(fun, (2 * K, K), (K // 4, K))
+    assert place_of(order, K, K)[1] == 0
+    assert place_of(gradients_late(order), K, K)[1] == behind
+
+
+@pytest.mark.parametrize(("turns", "behind"), [(GATHERS + 3, GATHERS), (GATHERS - 1, 0)])
+def test_what_is_computed_again_for_a_gradient_waits_with_it(turns, behind):
+    """Attention's output, of which only the gradient of a weight is computed; where no more than
+    eight gathers follow it does not wait."""
+
+    def fun(x, part, w):
+        return (x @ w).T @ x, backward(x, part, turns)
+
+    order = over_four(fun, (2 * K, K), (K // 4, K), (K, 3 * K))
+    assert place_of(gradients_late(order), 2 * K, 3 * K)[1] == behind
+
+
+def test_a_gradient_waits_for_the_loop_of_the_backward_pass():
+    """An iteration of a loop that gathers and reduces runs before the loop, and holds it back."""
+
+    def fun(x, parts, reduces):
+        def turn(h, part):
+            h = h @ whole(part)
+            gradient = h.T @ h
+            return h, jax.lax.psum_scatter(gradient, "data", tiled=True) if reduces else gradient
+
+        return x.T @ x, jax.lax.scan(turn, x, parts)
+
+    for reduces in (True, False):
+        order = over_four(lambda *args: fun(*args, reduces), (2 * K, K), (3, K // 4, K))  # noqa: B023
+        scan = next(one for one in order if one.root.name == "scan")
+        late = gradients_late(order)
+        assert (place_of(late, K, K)[0] > late.index(scan)) == reduces
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_product_in_half_precision_runs_when_it_is_wanted(dtype):
+    """The gradient of attention's values behind that of the scores, which holds its weights."""
+
+    def fun(scores, few, g, v):
+        values = jnp.exp(scores) @ few
+        return jnp.sin((g @ v.T) * scores) @ v, jnp.cos(values), jnp.sin(values)
+
+    order = over_four(fun, (K, K), (K, 32), (K, 64), (K, 64), dtype=dtype)
+    # What frees the most comes first.
+    order.insert(1, order.pop(place_of(order, K, 32)[0]))
+    assert order[0].root.name == "exp"
+    late = products_late(order)
+    assert set(late) == set(order)
+    places = [place_of(line, K, 32)[0] < place_of(line, K, 64)[0] for line in (order, late)]
+    assert places == [True, dtype == jnp.float32]
 
 
 def test_sums_of_gradients_are_not_combined_with_those_of_the_backward_pass_on_gpus():

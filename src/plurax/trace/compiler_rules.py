@@ -52,7 +52,7 @@ class CompilerRules:
     in_place: frozenset[str]
     moves: frozenset[str]
     expensive: frozenset[str]
-    is_copied: Callable[[int, int], bool]
+    is_copied: Callable[[float, int], bool]
     overwrites_reduced: bool
     hoists_masks: bool
     fuses_chains: bool

@@ -20,7 +20,7 @@ Sources: XLA's `ListScheduler` and `DFSMemoryScheduler` (`hlo_memory_scheduler.c
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 from plurax.jaxpr.product_dims import PRODUCTS
 from plurax.trace.kernels import Kernel, before_products
@@ -114,8 +114,8 @@ def gradients_late(order: Sequence[Kernel]) -> list[Kernel]:
 
     What no product reads, gradients of weights above all, waits: behind the whole backward pass
     where that waits for sums over devices itself, or computes convolutions, each of which counts
-    for a fifth of a collective; else behind the next gathers. Nothing waits in a block whose only
-    collectives are those of gradients.
+    for a fifth of a collective; else behind the next gathers, and with it what is computed again
+    for it alone. Nothing waits in a block whose only collectives are those of gradients.
     """
     before = before_products(order)
     final = {kernel for kernel in order if before.isdisjoint(kernel.outputs)}
@@ -123,25 +123,94 @@ def gradients_late(order: Sequence[Kernel]) -> list[Kernel]:
     waited.intersection_update(COLLECTIVES)
     if waited - {"all_gather"} or any(one.has_any(["conv_general_dilated"]) for one in order):
         return sorted(order, key=lambda kernel: kernel in final)
+    gathers = _gathers(order)
+    if not order or not gathers[order[-1]]:
+        return list(order)
+    alone = _for_gradients(order, final)
+    alone = {one for one in alone if gathers[one] + GATHERS <= gathers[order[-1]]}
     late: list[Kernel] = []
     waiting: deque[tuple[int, Kernel]] = deque()
     behind: set[Value] = set()
-    gathers = 0
     for kernel in order:
-        follows = not behind.isdisjoint(kernel.reads)
-        if waited and kernel in final and (follows or kernel.has_any(PRODUCTS)):
-            waiting.append((gathers + GATHERS, kernel))
+        follows = not behind.isdisjoint(kernel.reads) or _is_product(kernel)
+        if kernel in alone or (kernel in final and follows):
+            waiting.append((gathers[kernel] + GATHERS, kernel))
             behind.update(kernel.outputs)
             continue
         late.append(kernel)
-        gathers += kernel.root.name == "all_gather"
-        while waiting and waiting[0][0] <= gathers:
+        while waiting and waiting[0][0] <= gathers[kernel]:
             late.append(waiting.popleft()[1])
     return late + [kernel for _, kernel in waiting]
 
 
+def _is_product(kernel: Kernel) -> bool:
+    return kernel.has_any(PRODUCTS) and not kernel.inner
+
+
+def _gathers(order: Sequence[Kernel]) -> dict[Kernel, int]:
+    """Return how many gathers there are up to each kernel.
+
+    Those that do not read each other's results are combined, and count once. Of a loop that gathers
+    parameters and reduces gradients the compiler runs one iteration before the loop, so that the
+    next one hides its reduction: what is there before the loop waits until it is over.
+    """
+    count, group, counts = 0, set[Value](), dict[Kernel, int]()
+    for kernel in order:
+        reads = not group.isdisjoint(kernel.reads)
+        inside = {one.root.name for inner in kernel.inner for one in inner}
+        if kernel.root.name == "all_gather":
+            group = set() if reads else group
+            count += not group
+        if kernel.root.name == "all_gather" or reads:
+            group.update(kernel.outputs)
+        count += GATHERS * ({"all_gather", "reduce_scatter"} <= inside)
+        counts[kernel] = count
+    return counts
+
+
+def _for_gradients(order: Sequence[Kernel], final: Container[Kernel]) -> set[Kernel]:
+    """Return the products that only gradients of weights read, with what moves their results."""
+    makers, users = _edges(order)
+    ends = {kernel for kernel in order if kernel in final and _is_product(kernel)}
+    alone: set[Kernel] = set()
+    for kernel in reversed(order):
+        if kernel not in final and users[kernel] and ends.issuperset(users[kernel]):
+            (alone if kernel.has_any(PRODUCTS) else ends).add(kernel)
+    for kernel in order:
+        if kernel in ends and kernel not in final and not alone.isdisjoint(makers[kernel]):
+            alone.add(kernel)
+    return alone
+
+
+def products_late(order: Sequence[Kernel]) -> list[Kernel]:
+    """Return kernels so that a product in half precision runs when its result is wanted.
+
+    That is what was seen of one that would free an array of more than twice its bytes: the gradient
+    of attention's values runs behind that of the scores, so that the weights are in memory still.
+    """
+    last = {value: kernel for kernel in order for value in kernel.reads}
+    first = {value: kernel for kernel in reversed(order) for value in kernel.reads}
+    own = {value for kernel in order for value in kernel.outputs}
+    held: dict[Kernel, list[Kernel]] = defaultdict(list)
+    for kernel in order:
+        result = kernel.outputs[0] if kernel.root.name == "dot_general" else None
+        if result in first and result is not None and result.dtype.itemsize <= 2:
+            freed = own.intersection(value for value in kernel.reads if last[value] is kernel)
+            if any(value.bytes > 2 * result.bytes for value in freed):
+                held[first[result]].append(kernel)
+    moved = {kernel for group in held.values() for kernel in group}
+
+    def with_held(kernel: Kernel) -> Iterator[Kernel]:
+        for one in held.get(kernel, ()):
+            yield from with_held(one)
+        yield kernel
+
+    return [one for kernel in order if kernel not in moved for one in with_held(kernel)]
+
+
 GATHERS = 8
-"""The gathers that a gradient of a weight waits for: as many as in compiled programs, at most."""
+"""The gathers that a gradient of a weight waits for, those combined counted once: as many as in
+compiled programs, at most."""
 
 
 def _edges(

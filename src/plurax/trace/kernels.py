@@ -220,7 +220,7 @@ def _combined(separate: list[Kernel], rules: CompilerRules) -> list[Kernel]:
 def _into(
     op: Op,
     readers: dict[Value, list[Kernel]],
-    arrays_read: Callable[[Op], int],
+    arrays_read: Callable[[Op], float],
     rules: CompilerRules,
 ) -> list[Kernel] | None:
     """Return the kernels that compute `op` themselves, or None if it is a kernel of its own."""
@@ -243,16 +243,18 @@ def _into(
 
 def _arrays_read(
     op: Op, spread: Container[Value], sources: Mapping[Value, frozenset[Value]]
-) -> int:
+) -> float:
     """Return how many operands are arrays as large as the result, broadcasts left out.
 
-    What is computed for this operation alone counts by its `sources`: `x + x³` reads one array.
+    What is computed for this operation alone counts by its `sources`, in bytes of the result:
+    `x + x³` reads one array, and half of one if `x` is bfloat16 and the sum float32.
     """
     size = 0 if op.name == "concatenate" else op.outputs[0].size
     if not sources:
         return sum(value.size >= size and value not in spread for value in op.inputs)
     read = frozenset[Value]().union(*(sources.get(value, {value}) for value in op.inputs))
-    return sum(value.size >= size and value not in spread for value in read)
+    large = [value.bytes for value in read if value.size >= size and value not in spread]
+    return sum(large) / max(op.outputs[0].bytes, 1)
 
 
 def _sources(block: Block) -> dict[Value, frozenset[Value]]:

@@ -32,7 +32,13 @@ from plurax.trace import xla_cpu
 from plurax.trace.compiler_rules import CompilerRules, rules_of_memory
 from plurax.trace.compilers import rules_of
 from plurax.trace.fast_memory import placed
-from plurax.trace.kernel_order import breadth_first, depth_first, gradients_late, list_order
+from plurax.trace.kernel_order import (
+    breadth_first,
+    depth_first,
+    gradients_late,
+    list_order,
+    products_late,
+)
 from plurax.trace.kernels import SAME, Kernel, kernels
 from plurax.trace.product_operands import only_multiplied
 from plurax.trace.step_trace import Block, Op, StepTrace, Value
@@ -152,7 +158,7 @@ class Lifetimes:
         if self._rules.order == "depth first":
             return depth_first(breadth_first(unordered, block), self._size)
         order = list_order(unordered, block, self._size)
-        return gradients_late(order) if self._rules.overlaps else order
+        return products_late(gradients_late(order)) if self._rules.overlaps else order
 
     def _allocate(self, value: Value, kernel: Kernel, free: list[Value]) -> None:
         """Give a result the memory of an operand that is not read again, or memory of its own."""

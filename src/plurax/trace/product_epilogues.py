@@ -7,6 +7,7 @@ long as each has one reader, and what else they read comes from outside the bloc
     total = total + h @ g  a kernel, which adds in place to what a loop carries
     y = x + h @ w          two kernels: `x` was computed here
     h = x @ w + bucket[8:] two kernels: the bias is a part of what was gathered
+    float32(x @ w)         two kernels, in bfloat16: what is written would be twice as large
 
 Source: XLA's `gemm_fusion.cc`, and programs compiled for H100 (`benchmarks/absent_memory.py`).
 """
@@ -38,8 +39,9 @@ def epilogues_of(block: Block, reads_any: bool = False) -> tuple[dict[Op, Op], s
         end = product
         while (reader := _only(readers[end.outputs[0]])) is not None:
             own = end.outputs[0]
-            same = reader.name in ELEMENTWISE and reader.outputs[0].size == own.size
-            if not same or reader in inside:
+            result = reader.outputs[0]
+            same = reader.name in ELEMENTWISE and result.size == own.size
+            if not same or result.bytes > own.bytes or reader in inside:
                 break
             if not reads_any and computed.intersection(reader.inputs) != {own}:
                 break
