@@ -7,7 +7,8 @@ each of them where that moves fewer bytes,
     r · n  <  r + 1 + n        read r, write 1, and read it n times
 
 so a `tanh` of one array is never kept, and a sum of two is where three kernels read it. What was
-computed for that operation alone is fused first: `x + x³` reads one array.
+computed for that operation alone is fused first: `x + x³` reads one array. Arrays count by their
+bytes: of bfloat16 two are as one of a float32 result.
 
 - A product computes the elementwise operations after it (`plurax.trace.product_epilogues`), and
   nothing of what it multiplies.
