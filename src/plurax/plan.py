@@ -187,12 +187,6 @@ data=1 means 'not used'.
                 "is computed in blocks of keys: give the keys of a block too, as in "
                 f"Plan(context={self.context}, stream=512)."
             )
-        if self.splits_experts and self.pipeline > 1:
-            raise errors.PlanError(
-                f"Plan(data={self.data}, pipeline={self.pipeline}): a rule splits a parameter over "
-                "`data`, whose devices send rows to each other in every layer, and in a pipeline "
-                "some wait while others run. Split it over 'tensor', or use pipeline=1."
-            )
         if self.batch_dim == "minor" and self.partitioned:
             raise errors.plan_minor_divided()
 

@@ -6,7 +6,7 @@ import pytest
 
 import plurax as px
 from tests.parity import test_experts as mixtures
-from tests.parity.test_experts_over_data import SPLIT
+from tests.parity.test_experts_over_data import SPLIT, STACKED, stack_of_mixtures
 
 ROWS = mixtures.B * mixtures.T * mixtures.K // 4
 """Rows of a device."""
@@ -30,6 +30,20 @@ def test_only_rows_are_sent(target, precision):
     others = [one for one in compiled if one.kind not in ("ragged-all-to-all", "all-reduce")]
     assert {one.kind for one in others} <= {"all-gather"}
     assert all(one.bytes <= 4 * mixtures.E * 4 for one in others)
+
+
+@pytest.mark.parametrize("target", ["4xH100", "v5p:2x2x1"])
+def test_rows_are_sent_in_a_pipeline(target):
+    """By the same exchanges as planned, in each stage among its own devices."""
+    batch = {name: x.astype("float32") for name, x in mixtures.batch_of().items()}
+    plan = px.Plan(data=2, pipeline=2, microbatches=2, shardings=STACKED)
+    devices = px.topology(target)
+    program = px.compile(stack_of_mixtures(), optax.sgd(0.1), plan, batch, devices=devices)
+    for known in (True, False):
+        planned, compiled = (
+            sizes(some, known) for some in (program.planned_collectives(), program.collectives())
+        )
+        assert len(planned) == len(compiled) > 0
 
 
 def sizes(collectives, known):

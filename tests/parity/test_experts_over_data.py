@@ -134,6 +134,8 @@ PLANS = {
     "full": {"data": 4, "remat": "full"},
     "dots": {"data": 2, "remat": "dots"},
     "tensor": {"data": 2, "tensor": 2, "zero": 3, "microbatches": 2, "remat": "full"},
+    "pipeline": {"data": 2, "pipeline": 2, "microbatches": 2},
+    "pipeline, zero 3": {"data": 4, "pipeline": 2, "microbatches": 2, "zero": 3, "remat": "full"},
 }
 
 
@@ -153,6 +155,63 @@ def test_any_plan_equals_one_device(dispatch, name):
     fields = PLANS[name]
     rules = {**SPLIT, "in": (None, "tensor")} if "tensor" in fields else SPLIT
     mixtures.assert_as_by_hand(dispatch, px.Plan(shardings=rules, **fields))
+
+
+# --- In a pipeline --------------------------------------------------------------------------------
+
+STACKED = {f"*/{name}": (..., *rule) for name, rule in SPLIT.items()}
+
+
+def stack_of_mixtures(kind="random", experts=mixtures.E):
+    """Four layers of experts between two products."""
+
+    def layer(key):
+        params = mixtures.start(key, kind, experts)
+        return {name: leaf for name, leaf in params.items() if name not in ("in", "head")}
+
+    def block(p, x, batch, keys):
+        return x + mixtures.sorted_rows(p, x.reshape(-1, D)).reshape(x.shape)
+
+    def matrix(key):
+        return jax.random.normal(key, (D, D)) * 0.5
+
+    return px.stack(
+        embed=(matrix, lambda w, batch, keys: jnp.tanh(batch["x"] @ w)),
+        block=(layer, block),
+        head=(matrix, lambda w, x, batch, keys: ((x @ w - batch["y"]) ** 2).mean((1, 2))),
+        depth=4,
+    )
+
+
+def trained(plan, kind, experts):
+    """The third batch is smaller, so that some rows are filled up."""
+    batch = mixtures.batch_of()
+    program = px.compile(stack_of_mixtures(kind, experts), optax.adam(1e-2), plan, batch)
+    state = program.init(seed=0)
+    for count in (8, 8, 5):
+        state, metrics = program.step(state, models.cut(batch, count))
+    return program, jax.device_get((program.to_canonical(state).params, metrics["loss"]))
+
+
+PIPELINES = {
+    "1f1b": {},
+    "gpipe": {"schedule": "gpipe", "zero": 1},
+    "interleaved": {"schedule": "interleaved", "zero": 2},
+    "zb-h1": {"schedule": "zb-h1", "remat": "full"},
+    "1f1b, zero 3": {"data": 4, "zero": 3, "remat": "dots"},
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("kind", "experts"), [("random", 4), ("one device", 8)])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_devices_of_a_stage_send_rows_to_each_other(name, kind, experts):
+    """In as many turns as their own routing takes, while the other stage takes its own."""
+    fields = {"data": 2, "pipeline": 2, "microbatches": 2, **PIPELINES[name]}
+    program, ours = trained(px.Plan(shardings=STACKED, **fields), kind, experts)
+    assert models.max_rel_error(ours, trained(px.Plan(), kind, experts)[1]) < 1e-10
+    exchanges = {one.axes for one in program.collectives() if one.kind == "all-to-all"}
+    assert exchanges == {("data",)}
 
 
 @pytest.mark.ci

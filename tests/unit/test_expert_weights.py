@@ -9,7 +9,7 @@ import pytest
 
 import plurax as px
 from plurax.planner.candidates import candidates, model_of
-from plurax.planner.expert_weights import expert_rules
+from plurax.planner.expert_weights import expert_rules, fields_of_rows_sent
 
 EXPERTS, WIDTH, HIDDEN = 64, 512, 2048
 
@@ -92,6 +92,22 @@ def large():
         "table": (WIDTH, EXPERTS),
     }  # fmt: skip
     return task_of(plain, shapes, WIDTH), batch_of(64, 2048, WIDTH)
+
+
+def test_more_stages_are_tried_where_fewer_do_not_fit():
+    """Of as many devices as there are experts at most, and as many stages as are pinned."""
+    task, batch = large()
+
+    def sizes(pinned, held, devices=16):
+        machine = px.Machine.preset("8xH100-80GB", nodes=devices // 8)
+        sent = fields_of_rows_sent(task, batch, pinned, held, machine)
+        return [(one["data"], one["pipeline"]) for one in sent]
+
+    assert sizes(px.Plan(), ()) == [(16, 1), (8, 2), (4, 4), (2, 8)]
+    assert sizes(px.Plan(), (), 128) == [(64, 2), (32, 4), (16, 8), (8, 16), (4, 32), (2, 64)]
+    assert sizes(px.Plan(pipeline=4), ("pipeline",)) == [(4, 4)]
+    assert sizes(px.Plan(data=2, pipeline=8), ("data", "pipeline")) == [(2, 8)]
+    assert sizes(px.Plan(tensor=2), ("tensor",)) == []
 
 
 def found(**options):

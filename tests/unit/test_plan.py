@@ -173,12 +173,6 @@ def test_zero_must_be_a_whole_number(value):
         Plan(zero=value)
 
 
-def test_experts_over_data_are_in_no_pipeline():
-    with pytest.raises(PlanError, match="in a pipeline some wait while others run"):
-        Plan(data=2, pipeline=2, shardings={"w": ("data", None)})
-    Plan(pipeline=2, shardings={"w": ("data", None)})  # of one device nothing is split
-
-
 def test_integers_of_numpy_are_whole_numbers():
     plan = Plan(data=np.int64(4), microbatches=np.uint8(2), zero=np.int32(1), chunk=np.int64(3))
     assert plan == Plan(data=4, microbatches=2, zero=1, chunk=3)

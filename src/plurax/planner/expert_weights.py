@@ -10,7 +10,7 @@ followed back to parameters, through loops over layers, casts and transpositions
 """
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,21 +30,20 @@ Entries = tuple[str | None, ...]
 
 def fields_of_rows_sent(
     task: Task, batch: PyTree, pinned: Plan, held: Sequence[str], machine: Machine
-) -> dict[str, Any]:
-    """Return the fields of plans that split experts over the devices, and send rows to them.
+) -> Iterator[dict[str, Any]]:
+    """Yield the fields of plans that send rows to experts on other devices, of more and more stages.
 
-    Empty where the task has no experts, where a rule of `pinned` says where they are, and where the
-    fields that are `held`, or the number of devices, do not allow it.
+    None where a rule of `pinned` says where experts are, and where what is `held` does not allow it.
     """
-    data = pinned.data if "data" in held else machine.devices
-    divided = [name for name in ("tensor", "pipeline", "context") if name in held]
-    if task.coupled or data < 2 or any(getattr(pinned, name) > 1 for name in divided):
-        return {}
-    rules = expert_rules(task, batch, data)
-    if not rules or any(fnmatch.filter(rules, pattern) for pattern, _ in pinned.rules):
-        return {}
-    every = {**dict(pinned.rules), **rules}
-    return {"data": data, "tensor": 1, "pipeline": 1, "shardings": every}
+    if task.coupled or any(getattr(pinned, n) > 1 for n in ("tensor", "context") if n in held):
+        return
+    stages = [2**n for n in range(machine.devices.bit_length()) if machine.devices % 2**n == 0]
+    for pipeline in [pinned.pipeline] if "pipeline" in held else stages:
+        data = pinned.data if "data" in held else machine.devices // pipeline
+        rules = expert_rules(task, batch, data) if data > 1 else {}
+        if rules and not any(fnmatch.filter(rules, pattern) for pattern, _ in pinned.rules):
+            every = {**dict(pinned.rules), **rules}
+            yield {"data": data, "tensor": 1, "pipeline": pipeline, "shardings": every}
 
 
 def expert_rules(task: Task, batch: PyTree, devices: int) -> dict[str, Entries]:

@@ -138,9 +138,11 @@ def search(
         except errors.PlanError as error:
             refusal, in_vain = refusal or error, in_vain + effort.spent
     own = wanted.task, wanted.batch, pinned, fields, machine
-    if members is None and (sent := fields_of_rows_sent(*own)):
+    for sent in fields_of_rows_sent(*own) if members is None else ():
         with contextlib.suppress(errors.PlanError):
             results += [_search_on(machine, wanted.holding(**sent), all_effort.again())]
+        if results:
+            break
     if not results and "stream" not in fields and members is None:
         # To look at both for every model would take twice the evaluations.
         try:
