@@ -31,9 +31,9 @@ Entries = tuple[str | None, ...]
 def fields_of_rows_sent(
     task: Task, batch: PyTree, pinned: Plan, held: Sequence[str], machine: Machine
 ) -> Iterator[dict[str, Any]]:
-    """Yield the fields of plans that send rows to experts on other devices, of more and more stages.
+    """Yield the fields of plans that send rows to experts of other devices, of 1, 2, 4, ... stages.
 
-    None where a rule of `pinned` says where experts are, and where what is `held` does not allow it.
+    None where a rule of `pinned` says where experts are, and where what is `held` forbids it.
     """
     if task.coupled or any(getattr(pinned, n) > 1 for n in ("tensor", "context") if n in held):
         return
