@@ -335,6 +335,21 @@ def test_a_gpu_counts_what_a_chain_reads():
     assert roots(wide, *halves) == ["reduce_sum"] * 3
 
 
+def test_a_gpu_scatters_onto_what_is_added():
+    """The gradient of a cross entropy by labels: no zeros are written, and nothing is added."""
+
+    def loss(x, labels):
+        own = jnp.take_along_axis(x, labels[:, None], axis=1)[:, 0]
+        return jnp.sum(jax.nn.logsumexp(x, axis=1) - own)
+
+    labels = jax.ShapeDtypeStruct((K,), jnp.int32)
+    gradient = jax.grad(lambda x, labels: loss(jnp.sin(x), labels))
+    block = flat(lambda x, labels: jnp.sum(gradient(x, labels) @ x), x, labels)
+    found = [one for one in kernels(block, rules=rules_of("gpu")) if one.outputs[0].size == K * K]
+    assert [one.root.name for one in found].count("scatter-add") == 1
+    assert not any(one.root.name == "broadcast_in_dim" for one in found)
+
+
 def test_a_product_on_a_gpu_is_written_in_its_own_precision():
     """Of attention in bfloat16 the scores are in memory, and not what the softmax makes of them."""
 
@@ -508,10 +523,11 @@ def test_a_product_in_half_precision_runs_when_it_is_wanted(dtype):
     # What frees the most comes first.
     order.insert(1, order.pop(place_of(order, K, 32)[0]))
     assert order[0].root.name == "exp"
-    late = products_late(order)
+    late = products_late(order, has_loops=True)
     assert set(late) == set(order)
-    places = [place_of(line, K, 32)[0] < place_of(line, K, 64)[0] for line in (order, late)]
-    assert places == [True, dtype == jnp.float32]
+    lines = order, late, products_late(order, has_loops=False)
+    places = [place_of(line, K, 32)[0] < place_of(line, K, 64)[0] for line in lines]
+    assert places == [True, dtype == jnp.float32, False]
 
 
 def test_sums_of_gradients_are_not_combined_with_those_of_the_backward_pass_on_gpus():

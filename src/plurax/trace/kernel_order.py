@@ -119,9 +119,7 @@ def gradients_late(order: Sequence[Kernel]) -> list[Kernel]:
     """
     before = before_products(order)
     final = {kernel for kernel in order if before.isdisjoint(kernel.outputs)}
-    waited = {kernel.root.name for kernel in order if kernel not in final}
-    waited.intersection_update(COLLECTIVES)
-    if waited - {"all_gather"} or any(one.has_any(["conv_general_dilated"]) for one in order):
+    if backward_waits(order):
         return sorted(order, key=lambda kernel: kernel in final)
     gathers = _gathers(order)
     if not order or not gathers[order[-1]]:
@@ -141,6 +139,14 @@ def gradients_late(order: Sequence[Kernel]) -> list[Kernel]:
         while waiting and waiting[0][0] <= gathers[kernel]:
             late.append(waiting.popleft()[1])
     return late + [kernel for _, kernel in waiting]
+
+
+def backward_waits(order: Sequence[Kernel]) -> bool:
+    """Whether gradients run behind the backward pass: it waits for sums, or has convolutions."""
+    before = before_products(order)
+    waited = {one.root.name for one in order if not before.isdisjoint(one.outputs)}
+    sums = waited.intersection(COLLECTIVES) - {"all_gather"}
+    return bool(sums) or any(one.has_any(["conv_general_dilated"]) for one in order)
 
 
 def _is_product(kernel: Kernel) -> bool:
@@ -182,19 +188,24 @@ def _for_gradients(order: Sequence[Kernel], final: Container[Kernel]) -> set[Ker
     return alone
 
 
-def products_late(order: Sequence[Kernel]) -> list[Kernel]:
-    """Return kernels so that a product in half precision runs when its result is wanted.
+def products_late(order: Sequence[Kernel], has_loops: bool) -> list[Kernel]:
+    """Return kernels so that a product runs when its result is wanted.
 
     That is what was seen of one that would free an array of more than twice its bytes: the gradient
     of attention's values runs behind that of the scores, so that the weights are in memory still.
+    In blocks with loops, and of loops, it was seen in half precision only; where `backward_waits`
+    not at all.
     """
+    if backward_waits(order):
+        return list(order)
+    widest = 2 if has_loops else 8
     last = {value: kernel for kernel in order for value in kernel.reads}
     first = {value: kernel for kernel in reversed(order) for value in kernel.reads}
     own = {value for kernel in order for value in kernel.outputs}
     held: dict[Kernel, list[Kernel]] = defaultdict(list)
     for kernel in order:
         result = kernel.outputs[0] if kernel.root.name == "dot_general" else None
-        if result in first and result is not None and result.dtype.itemsize <= 2:
+        if result in first and result is not None and result.dtype.itemsize <= widest:
             freed = own.intersection(value for value in kernel.reads if last[value] is kernel)
             if any(value.bytes > 2 * result.bytes for value in freed):
                 held[first[result]].append(kernel)

@@ -108,8 +108,9 @@ def kernels(
     spread = {op.outputs[0] for op in block.ops if op.name in ("broadcast_in_dim", "iota")}
     sources = _sources(block) if rules.fuses_chains else {}
     closed = rules.fuses_epilogues and not rules.fuses_operands
+    ops = _scattered_onto(block) if closed else block.ops
     ends, epilogues = epilogues_of(block, not closed) if rules.fuses_epilogues else ({}, set[Op]())
-    for op in reversed(block.ops):
+    for op in reversed(ops):
         kept = any(value in needed for value in op.outputs) or op in ends.values()
         if op.name == "stack":
             kept = stacks is None or op.outputs[0] in stacks
@@ -141,6 +142,30 @@ def kernels(
                 if value in kernel.reads and kernel not in readers[value]:
                     readers[value].append(kernel)
     return _combined(written[::-1], rules)
+
+
+def _scattered_onto(block: Block) -> list[Op]:
+    """Return a block's operations, what is scattered into zeros and added as one that adds itself.
+
+    The gradient of a cross entropy is a softmax, from which one is taken at each label.
+    """
+    readers = Counter(value for op in block.ops for value in op.inputs)
+    readers.update(value for value in block.outputs if value is not None)
+    zeros = {op.outputs[0] for op in block.ops if op.name == "broadcast_in_dim" and not op.inputs}
+    alone = {
+        op.outputs[0]: op for op in block.ops
+        if op.name == "scatter-add" and op.inputs[0] in zeros and readers[op.outputs[0]] == 1
+    }  # fmt: skip
+    ops: dict[Op, None] = {}
+    for op in block.ops:
+        scattered = [value for value in op.inputs if value in alone]
+        if op.name in ("add", "add_any") and len(scattered) == 1 and len(op.inputs) == 2:
+            scatter = alone[scattered[0]]
+            onto = [value for value in op.inputs if value is not scattered[0]]
+            ops.pop(scatter)
+            op = Op("scatter-add", scatter.params, [*onto, *scatter.inputs[1:]], op.outputs)
+        ops[op] = None
+    return list(ops)
 
 
 def _twins(

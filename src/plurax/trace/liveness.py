@@ -158,7 +158,10 @@ class Lifetimes:
         if self._rules.order == "depth first":
             return depth_first(breadth_first(unordered, block), self._size)
         order = list_order(unordered, block, self._size)
-        return products_late(gradients_late(order)) if self._rules.overlaps else order
+        if not self._rules.overlaps:
+            return order
+        has_loops = bool(block.carried) or any(kernel.inner for kernel in order)
+        return products_late(gradients_late(order), has_loops)
 
     def _allocate(self, value: Value, kernel: Kernel, free: list[Value]) -> None:
         """Give a result the memory of an operand that is not read again, or memory of its own."""
