@@ -33,6 +33,8 @@ class Collective:
     - `equivalent_kind`: if compiled, `reduce-scatter` for an all-reduce of which each device reads
       only a slice, which compilers without reduce-scatter emit; else None. `bytes` are then those
       of the slice.
+    - `group`: if planned for parts of an axis, the devices that communicate with each other, and
+      how far apart they are along it; None: all of the axes.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class Collective:
     operation: str = dataclasses.field(default="", repr=False)
     without_rule: tuple[str, str] | None = dataclasses.field(default=None, repr=False)
     equivalent_kind: str | None = dataclasses.field(default=None, repr=False)
+    group: tuple[int, int] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def key(self) -> Key:

@@ -120,6 +120,11 @@ def test_heads_are_exchanged_within_groups_and_keys_between(count, rest):
         expected |= {"all-gather": KEYS // 2, "reduce-scatter": KEYS // count}
     program = compiled(context=count, context_strategy=strategy)
     assert moved(program.collectives()) == expected == moved(program.planned_collectives())
+    # Neighbours exchange heads; who exchanges keys is two devices apart.
+    apart = {one.kind: one.group for one in program.planned_collectives()}
+    assert apart.pop("all-to-all") == (2, 1)
+    assert {apart[kind] for kind in expected if kind in apart} == {(groups, 2)}
+    assert apart["all-reduce"] is None
 
 
 @pytest.mark.ci

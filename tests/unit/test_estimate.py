@@ -16,7 +16,7 @@ from plurax.execute.recorder import record_step
 from plurax.machine_fields import Level
 from plurax.pipeline import make_schedule, simulate
 from plurax.strategies import Strategies, Strategy
-from plurax.trace.clock import Seconds
+from plurax.trace.clock import Seconds, collective_seconds
 from plurax.trace.liveness import peak_bytes
 from plurax.tree import human_bytes
 
@@ -309,3 +309,30 @@ def test_tiles_of_a_tpu_are_counted():
     assert found.peak == pytest.approx(peak_bytes(traced, "tpu", tpu.fast_memory), abs=4096)
     other = dataclasses.replace(tpu, platform="cpu")
     assert "padding" not in px.estimate(task, optax.adam(1e-3), px.Plan(), batch, other).memory
+
+
+def test_heads_that_are_exchanged_within_a_node_use_its_links():
+    """Two nodes of eight: neighbours exchange heads, and keys go from node to node, while devices
+    compute. With half of the rate between nodes only the sum of the gradients takes longer."""
+    task, machine = models.attention_task(64, 8), px.Machine.preset("8xH100-80GB", nodes=2)
+    batch = {"x": jax.ShapeDtypeStruct((1, 8192, 64), "float32")}
+    plan = px.Plan(context=16, context_strategy="heads+ring", stream=512)
+    node, between = machine.levels
+    half = dataclasses.replace(between, bandwidth=between.bandwidth / 2)
+    slower = dataclasses.replace(machine, levels=(node, half))
+    first, second = (
+        px.estimate(task, optax.sgd(0.1), plan, batch, each) for each in (machine, slower)
+    )
+    gradients = 4 * 4 * 64 * 64
+    sent = 2 * gradients * 15 / 16 / 8  # each device of a node its part
+    longer = sent / (machine.efficiency * between.bandwidth)
+    assert second.seconds - first.seconds == pytest.approx(longer, rel=1e-2)
+
+
+@pytest.mark.parametrize(("group", "stride"), [((8, 1), 2), ((2, 8), 16), ((4, 2), 4)])
+def test_a_part_of_an_axis_has_the_links_that_it_spans(group, stride):
+    machine = px.Machine.preset("8xH100-80GB", nodes=4)
+    sizes = {"data": 1, "context": 16, "tensor": 2}
+    args = machine, "all-to-all", 1e9, ("context",), sizes, 32
+    alone = machine.collective_seconds("all-to-all", 1e9, group[0], stride, mesh_devices=32)
+    assert collective_seconds(*args, group) == alone != collective_seconds(*args)

@@ -137,10 +137,12 @@ def collective_seconds(
     over: Sequence[str],
     sizes: Mapping[str, int],
     mesh_devices: int,
+    group: tuple[int, int] | None = None,
 ) -> float:
     """Return the seconds of a collective over some axes of a mesh.
 
-    `sizes` of the mesh axes, the last one of neighboring devices; `mesh_devices`, all of the plan.
+    `sizes` of the mesh axes, the last one of neighboring devices; `mesh_devices`, all of the plan;
+    `group`: as of `Collective`.
     """
     size = stride = 1
     spans = False
@@ -150,6 +152,8 @@ def collective_seconds(
             spans = True
         elif not spans:
             stride *= sizes[axis]
+    if group is not None:
+        size, stride = group[0], group[1] * stride
     return machine.collective_seconds(kind, bytes_sent, size, stride, mesh_devices=mesh_devices)
 
 
@@ -211,6 +215,7 @@ class Clock:
             collective.axes,
             self._sizes,
             self._devices,
+            collective.group,
         )
 
     def gradient(self, work: StepWork, pipeline: PipelineActions | None) -> tuple[Seconds, float]:

@@ -23,7 +23,7 @@ from typing import final
 
 from plurax.collective import Collective, ring_bytes_sent
 from plurax.partition.scopes import BY_HAND, reason_of
-from plurax.trace.flatten import axis_names, group_size
+from plurax.trace.flatten import axis_names, group_along_axis, group_size
 from plurax.trace.step_trace import COLLECTIVES, Block, Op, PipelineActions, StepTrace, Value
 
 
@@ -114,7 +114,9 @@ def collective_of(op: Op, size: int, sizes: Mapping[str, int], trips: int | None
     kind, devices = COLLECTIVES[op.name], group_size(op.params, sizes)
     axes = tuple(name for name in axis_names(op.params) if sizes.get(name, 1) > 1)
     sent, reason = ring_bytes_sent(kind, size, devices), reason_of(op.params["scopes"])
-    return Collective(kind, axes, size, sent, trips != 1, trips, *reason)
+    return Collective(
+        kind, axes, size, sent, trips != 1, trips, *reason, group=group_along_axis(op.params)
+    )
 
 
 def _live(block: Block, stacks: Collection[Value]) -> list[tuple[Op, set[Value]]]:

@@ -303,6 +303,24 @@ def group_size(params: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes.get(name, 1) for name in axis_names(params))
 
 
+def group_along_axis(params: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the devices of a group and how far apart they are, where a collective runs in groups
+    along an axis, or rings; None where it does not.
+
+    >>> group_along_axis({"axis_index_groups": [[0, 2], [1, 3]]})
+    (2, 2)
+    >>> group_along_axis({"perm": [(0, 2), (1, 3), (2, 0), (3, 1)]})
+    (2, 2)
+    """
+    if groups := params.get("axis_index_groups"):
+        first, *rest = groups[0]
+        return len(groups[0]), rest[0] - first if rest else 1
+    steps = {there - here for here, there in params.get("perm") or ()}
+    if len(steps) == 2 and min(steps) < 0 < max(steps) and min(steps) % max(steps) == 0:
+        return 1 - min(steps) // max(steps), max(steps)
+    return None
+
+
 def axis_names(params: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the mesh axes that a collective runs over."""
     names = params.get("axes") or params.get("axis_name") or ()
