@@ -123,7 +123,7 @@ def kernels(
         elif kept or apart or (closed and _is_closed(op, readers, epilogues)):
             into = None
         else:
-            into = _into(op, readers, lambda op: _arrays_read(op, spread, sources), rules)
+            into = _into(op, readers, lambda op: _arrays_read(op, spread, sources, closed), rules)
         if into is None:
             read = {value for value in op.outputs if value in needed or readers.get(value)}
             kernel = Kernel(op, rules, [kernels(inner, read, rules) for inner in op.blocks])
@@ -267,7 +267,7 @@ def _into(
 
 
 def _arrays_read(
-    op: Op, spread: Container[Value], sources: Mapping[Value, frozenset[Value]]
+    op: Op, spread: Container[Value], sources: Mapping[Value, frozenset[Value]], closed: bool
 ) -> float:
     """Return how many operands are arrays as large as the result, broadcasts left out.
 
@@ -279,6 +279,8 @@ def _arrays_read(
         return sum(value.size >= size and value not in spread for value in op.inputs)
     read = frozenset[Value]().union(*(sources.get(value, {value}) for value in op.inputs))
     large = [value.bytes for value in read if value.size >= size and value not in spread]
+    if closed and op.outputs[0].dtype == bool and len(op.outputs[0].shape) < 2:
+        return len(large)  # GPUs do not start a kernel for a mask of rows
     return sum(large) / max(op.outputs[0].bytes, 1)
 
 
