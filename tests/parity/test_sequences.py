@@ -218,6 +218,24 @@ def test_what_a_mixer_of_tokens_sends(mixer):
     assert over_tokens(program) == SENT[mixer]
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("strategy", ["gather", "ring"])
+@pytest.mark.parametrize("mixer", SENT)
+def test_shares_of_tokens_are_exchanged_for_pieces(monkeypatch, mixer, strategy):
+    """Under a causal mask a device has four shares. It keeps one, and sends three there and three
+    back, forward and backward; what the mixer sends is what it sends without a mask."""
+    monkeypatch.setitem(globals(), "TOKENS", 64)
+    plan = px.Plan(context=4, stream=4, context_strategy=strategy)
+    mixed = program_of(mixer, plan, causal=True)
+    monkeypatch.setitem(MIXERS, "nothing", lambda p, x: x)
+    without = over_tokens(program_of("nothing", plan, causal=True))
+    sent = {kind: n - without.get(kind, 0) for kind, n in over_tokens(mixed).items()}
+    expected = SENT[mixer].copy()
+    exchanged = 4 * 3 * TOKENS // 16 * COLUMN
+    expected["collective-permute"] = expected.get("collective-permute", 0) + exchanged
+    assert {kind: n for kind, n in sent.items() if n} == expected
+
+
 @pytest.mark.parametrize("mixer", [*SENT, "recurrence", "sum of slices", "cummax"])
 def test_no_tokens_are_gathered_but_keys(monkeypatch, mixer):
     """Planned and compiled: only keys have all tokens."""

@@ -15,8 +15,8 @@ They begin where an operation makes them of something else, and there they are s
 
 Parameters are not split: what meets tokens split over devices is cut there, without communication.
 An operation that asks for the places of tokens, such as a convolution or a cumulative sum, gets
-them in the order of their places: where that is the order of all, the partitioner lets devices
-exchange edges, else all are gathered.
+them in the order of their places, for which devices exchange shares
+(`partition/operators/share_exchange.py`), and the partitioner lets devices exchange edges.
 """
 
 import functools

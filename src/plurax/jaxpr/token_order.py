@@ -23,6 +23,8 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 from plurax.jaxpr.annotate import annotate_p
@@ -65,9 +67,8 @@ class Order:
         return self._exchanged(array, dim, (self.devices, RANGES))
 
     def _exchanged(self, array: Array, dim: int, outer: tuple[int, int]) -> Array:
-        shape = array.shape
-        parts = array.reshape(*shape[:dim], *outer, self.share(shape[dim]), *shape[dim + 1 :])
-        return parts.swapaxes(dim, dim + 1).reshape(shape)
+        result: Array = reorder_p.bind(array, dim=dim, outer=outer)
+        return result
 
     def places(self, index: Array, size: int, tokens: Range | None = None) -> Array:
         """Return the places of the tokens at an index of a dim in this order.
@@ -147,6 +148,32 @@ class Order:
 
 BY_PLACES = Order()
 """The order of a sequence that is not split."""
+
+# --- From one order to another --------------------------------------------------------------------
+
+
+def _reordered(array: Array, *, dim: int, outer: tuple[int, int]) -> Array:
+    """Return an array of which a dim of `outer` parts has the second ones outside of the first."""
+    shape = array.shape
+    parts = array.reshape(*shape[:dim], *outer, -1, *shape[dim + 1 :])
+    return parts.swapaxes(dim, dim + 1).reshape(shape)
+
+
+def _batched(args: Any, dims: Any, *, dim: int, outer: tuple[int, int]) -> Any:
+    (array,), (new,) = args, dims
+    return reorder_p.bind(array, dim=dim + (new <= dim), outer=outer), new
+
+
+# One operation, which the partitioner knows: of split tokens devices exchange shares.
+reorder_p = Primitive("reorder_tokens")
+reorder_p.def_impl(_reordered)
+reorder_p.def_abstract_eval(lambda array, **_: array)
+mlir.register_lowering(reorder_p, mlir.lower_fun(_reordered, multiple_results=False))
+batching.primitive_batchers[reorder_p] = _batched
+ad.deflinear2(
+    reorder_p,
+    lambda cotangent, _, *, dim, outer: [reorder_p.bind(cotangent, dim=dim, outer=outer[::-1])],
+)
 
 # --- Marks ----------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from plurax.partition.operators import (
     random,
     sent_rows,
     shape_ops,
+    share_exchange,
     shifts,
 )
 from plurax.partition.operators.common import Rule
@@ -87,6 +88,7 @@ RULES: dict[str, Rule] = {
     "transpose": shape_ops.transpose,
     "squeeze": shape_ops.squeeze,
     "rev": shifts.rev,
+    "reorder_tokens": share_exchange.reorder,
     "slice": shifts.slice_,
     "dynamic_slice": shape_ops.dynamic_slice,
     "dynamic_update_slice": shape_ops.dynamic_update_slice,
