@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 from unittest import mock
 
 import jax
@@ -170,10 +171,13 @@ def sent(program):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices"),
-    [*((strategy, 2) for strategy in STRATEGIES[:3]), ("heads", 8), ("heads+ring", 8)],
+    ("key_heads", "strategy", "devices"),
+    [
+        *itertools.product([4, 2], STRATEGIES[:3], [2]),
+        # Of two heads of keys equations exchange the four rows in their place.
+        *((4, strategy, 8) for strategy in ("heads", "heads+ring")),
+    ],
 )
-@pytest.mark.parametrize("key_heads", [4, 2])
 def test_it_sends_what_equations_send(key_heads, strategy, devices):
     """Nothing of queries, and of keys and values as often as the formulas of the guide say."""
     plan = px.Plan(context=devices, stream=8, context_strategy=strategy)
