@@ -89,11 +89,10 @@ class Context:
 
     def order(self, region: Region) -> Order | None:
         """Return the order in which groups may have a region's tokens; None for that of places."""
-        (tokens, size), order = region.tokens, Order(self.groups(region))
-        if not self.ordered or not (order.fits(size) and order.fits(region.size)):
+        tokens, size = region.tokens
+        order = self.order_of(self.groups(region), size, region.size)
+        if order is None:
             return None
-        if self.common is not None and order.devices * self.common != self.devices:
-            return None  # all regions have one order
         # Behind the sums each dim of tokens is known to be one.
         known = all(
             own == tokens
@@ -104,6 +103,13 @@ class Context:
         )
         beside = any(size in shape_of(var) for var in region.beside())
         return None if beside or not known else order
+
+    def order_of(self, groups: int, *sizes: int) -> Order | None:
+        """Return the order in which so many groups may have dims of tokens of these sizes, if they
+        may: all attention of a function has one order."""
+        fits = self.ordered and all(map(Order(groups).fits, sizes))
+        same = self.common in (None, self.devices // groups)
+        return Order(groups) if fits and same else None
 
     def splits(self, region: Region) -> bool:
         """Whether the devices divide a region's keys and queries."""

@@ -75,10 +75,7 @@ class KernelRegion:
 
     def order(self, context: Context) -> Order:
         """Return the order in which groups may have the tokens: that of places if no other."""
-        order = Order(self.groups(context))
-        fits = context.ordered and all(map(order.fits, self.tokens))
-        common = context.common in (None, context.devices // order.devices)
-        return order if fits and common else BY_PLACES
+        return context.order_of(self.groups(context), *self.tokens) or BY_PLACES
 
     def reason_against(self, context: Context) -> str | None:
         """Return why it cannot be computed in parts; None if it can."""

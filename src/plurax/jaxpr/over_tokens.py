@@ -41,13 +41,7 @@ from plurax.jaxpr.compat import (
     is_plain_call,
 )
 from plurax.jaxpr.equal_dims import Place, equal_dims, shape_of
-from plurax.jaxpr.interpret import (
-    all_equations,
-    bind,
-    constant,
-    equation_context,
-    flat_equations,
-)
+from plurax.jaxpr.interpret import all_equations, bind, constant, equation_context, flat_equations
 from plurax.jaxpr.random_blocks import bits_of_block, draws_apart
 from plurax.jaxpr.token_order import BY_PLACES, Order, OrderMark
 

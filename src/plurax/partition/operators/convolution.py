@@ -59,11 +59,8 @@ def convolution(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
         if kind == "space":
             dims[out[place + 2]] = split.get((kind, place), ())
     summed = frozenset(a for label, entry in split.items() if label[0] in SUMMED for a in entry)
-    read = {
-        label: one
-        for label, one in spatial.items()
-        if split.get(label) == context.axes.expand(one.axis)
-    }
+    parts = context.axes.expand
+    read = {label: one for label, one in spatial.items() if split.get(label) == parts(one.axis)}
     changed = _without_padding(eqn, [place for _, place in read])
     sharding = TensorSharding(tuple(dims), summed)
     decision = decided(context, eqn, inputs, operands, sharding)

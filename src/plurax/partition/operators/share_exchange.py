@@ -6,13 +6,13 @@ that has it in the other order, and no device needs all tokens:
 
     16 tokens on 2 devices      device 0                device 1
     shares of four ranges       0 1 4 5 8 9 12 13       2 3 6 7 10 11 14 15
-    turn 0: sends               0 1  (to itself)        10 11  (to itself)
-    turn 1                      4 5                     14 15
-    turn 2                      8 9  (to device 1)      2 3  (to device 0)
-    turn 3                      12 13                   6 7
+    turn 0: keeps               4 5                     14 15
+    turn 1: keeps               0 1                     10 11
+    turn 2: sends               12 13                   6 7
+    turn 3: sends               8 9                     2 3
     places                      0 ... 7                 8 ... 15
 
-In a turn each device sends a share and receives one, which is a collective permute. There are as
+In a turn each device sends a share and receives one, by a collective permute. There are as
 many turns as a device has shares, since a bipartite graph whose nodes have k edges each consists of
 k perfect matchings (König 1916).
 """
@@ -39,9 +39,6 @@ from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import Decision, InnerCollective, ValueVersions
 from plurax.sharding.reshard import moved
 
-MOST_SHARES = 16
-"""Of a device, beyond which tokens are gathered: each is a collective of its own."""
-
 
 def reorder(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Exchange the shares of a dim that is split over `context`, or gather one split otherwise."""
@@ -51,8 +48,8 @@ def reorder(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Deci
     whole = bool(over) and axes.mesh_axes(over) == ("context",) and over == axes.expand("context")
     devices = axes.size(over)
     share = math.gcd(size // devices, size // math.prod(outer))
-    count = size // devices // share
-    if not whole or not axes.permutes or size % devices or count > MOST_SHARES:
+    count = size // devices // share  # at most the four of a device, or thirds of them
+    if not whole or not axes.permutes or size % devices:
         operand = with_replicated(versions, have, [dim])
         return with_rows_split(
             context, decided(context, eqn, inputs, [operand], operand.sharding), have
@@ -95,7 +92,13 @@ class _ShareTurn:
 
 @functools.lru_cache(maxsize=256)
 def _turns(devices: int, count: int, outer: tuple[int, int]) -> list[_ShareTurn]:
-    """Return the turns in which devices with `count` shares each exchange them."""
+    """Return the turns in which devices with `count` shares each exchange them.
+
+    >>> [turn.taken for turn in _turns(2, 4, (2, 4))]
+    [(1, 3), (0, 2), (3, 1), (2, 0)]
+    >>> [turn.targets for turn in _turns(2, 4, (2, 4))]
+    [(0, 1), (0, 1), (1, 0), (1, 0)]
+    """
     first, second = outer
     within = devices * count // (first * second)  # shares of a part
     old = np.arange(devices * count).reshape(first, second, within).swapaxes(0, 1).reshape(-1)
