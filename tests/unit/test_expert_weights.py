@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import plurax as px
+from plurax.planner import search
 from plurax.planner.candidates import candidates, model_of
 from plurax.planner.expert_weights import expert_rules, fields_of_rows_sent
 
@@ -108,6 +109,20 @@ def test_more_stages_are_tried_where_fewer_do_not_fit():
     assert sizes(px.Plan(pipeline=4), ("pipeline",)) == [(4, 4)]
     assert sizes(px.Plan(data=2, pipeline=8), ("data", "pipeline")) == [(2, 8)]
     assert sizes(px.Plan(tensor=2), ("tensor",)) == []
+
+
+def test_more_stages_are_tried_until_some_fit(monkeypatch):
+    """Here none does: each is tried once, behind the search without experts over `data`."""
+    tried = []
+
+    def nothing_fits(machine, wanted, effort):
+        tried.append((wanted.pinned.data, wanted.pinned.pipeline))
+        raise px.errors.PlanError("no plan fits")
+
+    monkeypatch.setattr(search, "_search_on", nothing_fits)
+    with pytest.raises(px.errors.PlanError, match="no plan fits"):
+        found(pinned={"data": 4, "precision": "bfloat16"})
+    assert tried == [(4, 1), (4, 1), (4, 2), (4, 4)]
 
 
 def found(**options):

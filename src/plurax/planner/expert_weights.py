@@ -40,7 +40,7 @@ def fields_of_rows_sent(
     stages = [2**n for n in range(machine.devices.bit_length()) if machine.devices % 2**n == 0]
     for pipeline in [pinned.pipeline] if "pipeline" in held else stages:
         data = pinned.data if "data" in held else machine.devices // pipeline
-        rules = expert_rules(task, batch, data) if data > 1 else {}
+        rules = expert_rules(task, batch, data) if 1 < data <= machine.devices // pipeline else {}
         if rules and not any(fnmatch.filter(rules, pattern) for pattern, _ in pinned.rules):
             every = {**dict(pinned.rules), **rules}
             yield {"data": data, "tensor": 1, "pipeline": pipeline, "shardings": every}
