@@ -31,6 +31,7 @@ import optax
 
 import plurax as px
 from benchmarks import absent, absent_models, gpt
+from benchmarks.absent_models import matrices
 from plurax.execute.recorder import record_step
 from plurax.targets import Target
 from plurax.trace.liveness import peak_bytes
@@ -53,15 +54,6 @@ class Model:
 def shapes(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     """Return the shape of an array of a batch."""
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def matrices(key: Any, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.Array]:
-    """Return a parameter of each of these shapes."""
-    keys = jax.random.split(key, len(sizes))
-    return {
-        name: 0.02 * jax.random.normal(key, shape)
-        for key, (name, shape) in zip(keys, sizes.items(), strict=True)
-    }
 
 
 def entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
