@@ -11,6 +11,7 @@ import plurax as px
 from plurax.planner import search
 from plurax.planner.candidates import candidates, model_of
 from plurax.planner.expert_weights import expert_rules, fields_of_rows_sent
+from plurax.planner.wanted import Wanted
 
 EXPERTS, WIDTH, HIDDEN = 64, 512, 2048
 
@@ -101,7 +102,8 @@ def test_more_stages_are_tried_where_fewer_do_not_fit():
 
     def sizes(pinned, held, devices=16):
         machine = px.Machine.preset("8xH100-80GB", nodes=devices // 8)
-        sent = fields_of_rows_sent(task, batch, pinned, held, machine)
+        wanted = Wanted(task, optax.sgd(0.1), batch, None, pinned, held, None, 5)
+        sent = fields_of_rows_sent(wanted, machine)
         return [(one["data"], one["pipeline"]) for one in sent]
 
     assert sizes(px.Plan(), ()) == [(16, 1), (8, 2), (4, 4), (2, 8)]

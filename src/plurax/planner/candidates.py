@@ -274,8 +274,7 @@ def _every_sizes(
     for data, pipeline, tensor in meshes:
         if any(pins.get(k, n) != n for k, n in zip(_SIZES, (data, pipeline, tensor), strict=True)):
             continue
-        # Strategies of equations know no tokens that are split.
-        if pipeline > model.layers or (tensor > 1 and pinned.context > 1 and "tensor" not in pins):
+        if pipeline > model.layers:
             continue
         every = _all_microbatches(model, machine, data, pipeline, tensor)
         for microbatches in choices("microbatches", every):

@@ -22,25 +22,27 @@ from plurax.execute.rows import abstract_rows
 from plurax.jaxpr.compat import Scan, is_call_or_remat
 from plurax.jaxpr.interpret import interpret
 from plurax.machine import Machine
-from plurax.plan import Plan
+from plurax.planner.wanted import Wanted
 from plurax.task import Task
 
 Entries = tuple[str | None, ...]
 
 
-def fields_of_rows_sent(
-    task: Task, batch: PyTree, pinned: Plan, held: Sequence[str], machine: Machine
-) -> Iterator[dict[str, Any]]:
+def fields_of_rows_sent(wanted: Wanted, machine: Machine) -> Iterator[dict[str, Any]]:
     """Yield the fields of plans that send rows to experts of other devices, of 1, 2, 4, ... stages.
 
-    None where a rule of `pinned` says where experts are, and where what is `held` forbids it.
+    None where a rule of what is pinned says where experts are, and where what is held forbids it.
     """
-    if task.coupled or any(getattr(pinned, n) > 1 for n in ("tensor", "context") if n in held):
+    task, pinned, held = wanted.task, wanted.pinned, wanted.fields
+    if wanted.members is not None or task.coupled:
+        return
+    if any(getattr(pinned, name) > 1 for name in ("tensor", "context") if name in held):
         return
     stages = [2**n for n in range(machine.devices.bit_length()) if machine.devices % 2**n == 0]
     for pipeline in [pinned.pipeline] if "pipeline" in held else stages:
         data = pinned.data if "data" in held else machine.devices // pipeline
-        rules = expert_rules(task, batch, data) if 1 < data <= machine.devices // pipeline else {}
+        among = 1 < data <= machine.devices // pipeline
+        rules = expert_rules(task, wanted.batch, data) if among else {}
         if rules and not any(fnmatch.filter(rules, pattern) for pattern, _ in pinned.rules):
             every = {**dict(pinned.rules), **rules}
             yield {"data": data, "tensor": 1, "pipeline": pipeline, "shardings": every}

@@ -42,11 +42,12 @@ from plurax.execute.check import check_kinds
 from plurax.execute.coupling import may_pad
 from plurax.execute.placement import abstract_batch
 from plurax.execute.population import HyperFn, example_network
-from plurax.execute.transformed_task import has_attention, streamed_task
+from plurax.execute.transformed_task import streamed_task
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.mesh import abstract_mesh
 from plurax.plan import Plan
+from plurax.planner.attention_in_blocks import search_in_blocks
 from plurax.planner.candidates import (
     REMATS,
     CandidatePlan,
@@ -65,12 +66,10 @@ from plurax.planner.nothing_found import nothing_agrees, nothing_fits
 from plurax.planner.populations import search_population
 from plurax.planner.sizes import Sizes
 from plurax.planner.tensor_search import TensorSearch
+from plurax.planner.wanted import Wanted
 from plurax.sharding.rules import Rules
 from plurax.task import Task
 from plurax.validate import bytes_of, changed_fields, check_number, check_whole
-
-STREAM = 512
-"""Keys of a block of attention, in plans for what fits in no other way."""
 
 
 @few_collections()
@@ -109,9 +108,10 @@ def search(
     - `seconds`: by default no limit of time. A limit stops the search earlier, once it has found a
       plan, and the result says so: what it finds then depends on the computer, too.
 
-    **Returns:** the ranked plans; where none fits, those with attention in blocks. Raises
-    `PlanError` if these do not either, and says what comes nearest, and `TaskError` for a loss that
-    mixes examples and does not say so, as `compile`.
+    **Returns:** the ranked plans; where none fits, those with attention in blocks, and tokens over
+    devices where that is faster (`planner/attention_in_blocks.py`). Raises `PlanError` if these do
+    not fit either, and says what comes nearest, and `TaskError` for a loss that mixes examples and
+    does not say so, as `compile`.
     """
     fields = [] if pinned is None else pinned_fields(pinned)
     pinned = Plan(**pinned) if isinstance(pinned, Mapping) else pinned or Plan()
@@ -124,9 +124,8 @@ def search(
         machine = measure_machine()
     if not isinstance(machine, Machine):
         raise errors.machine_wrong_type(machine)
-    limit = None if memory is None else bytes_of(memory)
-    started = time.perf_counter()
-    wanted = _Wanted(task, optimizer, abstract_batch(batch), members, pinned, fields, limit, count)
+    limit, started = None if memory is None else bytes_of(memory), time.perf_counter()
+    wanted = Wanted(task, optimizer, abstract_batch(batch), members, pinned, fields, limit, count)
     results: list[Found] = []
     refusal: errors.PlanError | None = None
     # All devices first: of equally fast plans that one is taken which needs no choice of devices.
@@ -137,18 +136,19 @@ def search(
             results.append(_search_on(some, wanted, effort))
         except errors.PlanError as error:
             refusal, in_vain = refusal or error, in_vain + effort.spent
-    own = wanted.task, wanted.batch, pinned, fields, machine
-    for sent in fields_of_rows_sent(*own) if members is None else ():
+
+    def again(some: Wanted) -> Found:
+        return _search_on(machine, some, all_effort.again())
+
+    for sent in fields_of_rows_sent(wanted, machine):
         with contextlib.suppress(errors.PlanError):
-            results += [_search_on(machine, wanted.holding(**sent), all_effort.again())]
+            results += [again(wanted.holding(**sent))]
         if results:
             break
-    if not results and "stream" not in fields and members is None:
-        # To look at both for every model would take twice the evaluations.
-        try:
-            results = _with_attention_in_blocks(machine, wanted, all_effort)
-        except errors.PlanError as error:
-            refusal = error  # what comes nearest is among these
+    try:
+        results = search_in_blocks(machine, wanted, results, again)
+    except errors.PlanError as error:
+        refusal = error  # what comes nearest is among these
     if not results:
         assert refusal is not None
         raise refusal
@@ -162,65 +162,7 @@ def search(
     )
 
 
-def _with_attention_in_blocks(machine: Machine, wanted: "_Wanted", effort: Effort) -> list[Found]:
-    """Search plans whose attention is in blocks, if the task has any; where none of these fits
-    either, with tokens over the fewest devices with which some do, their keys in a ring, which
-    holds least. The best of these is also estimated with keys gathered, and with heads exchanged.
-
-    Raises `PlanError` of the last of these where none fits.
-    """
-    if not has_attention(wanted.task, wanted.batch, STREAM):
-        return []
-    wanted = wanted.holding(stream=STREAM)
-    choices = [wanted]
-    if not {"context", "context_strategy"}.intersection(wanted.fields):
-        rings = {"context_strategy": "ring"}
-        choices += [wanted.holding(context=n, **rings) for n in _doublings(machine.devices)]
-
-    def searched(choice: _Wanted) -> list[Found]:
-        results = [_search_on(machine, choice, effort.again())]
-        for strategy in () if choice is wanted else ("gather", "heads", "heads+ring"):
-            plan = vars(results[0].best) | {"context_strategy": strategy}
-            with contextlib.suppress(errors.PlanError):
-                results.append(_search_on(machine, choice.holding(**plan), effort.again()))
-        return results
-
-    for choice in choices[:-1]:
-        with contextlib.suppress(errors.PlanError):
-            return searched(choice)
-    return searched(choices[-1])
-
-
-def _doublings(devices: int) -> list[int]:
-    """Return the powers of two, from two on, that divide the devices.
-
-    >>> _doublings(24)
-    [2, 4, 8]
-    """
-    return [2**n for n in range(1, devices.bit_length()) if devices % 2**n == 0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """What is searched: `batch`, as `jax.ShapeDtypeStruct`s; `fields` of `pinned`, which hold;
-    `memory`, the bytes that a device may use, or None; `count`, of plans to rank."""
-
-    task: Any
-    optimizer: Any
-    batch: PyTree
-    members: Members | None
-    pinned: Plan
-    fields: Sequence[str]
-    memory: float | None
-    count: int
-
-    def holding(self, **fields: Any) -> "_Wanted":
-        """Return the same with more fields that hold."""
-        pinned = dataclasses.replace(self.pinned, **fields)
-        return dataclasses.replace(self, pinned=pinned, fields=[*self.fields, *fields])
-
-
-def _search_on(machine: Machine, wanted: _Wanted, effort: Effort) -> Found:
+def _search_on(machine: Machine, wanted: Wanted, effort: Effort) -> Found:
     """Search on one machine; the seconds are those of `search`."""
     task, optimizer, like = wanted.task, wanted.optimizer, wanted.batch
     pinned, fields = wanted.pinned, wanted.fields
@@ -270,7 +212,7 @@ def _search_on(machine: Machine, wanted: _Wanted, effort: Effort) -> Found:
     )
 
 
-def _of_one_member(wanted: _Wanted) -> _Wanted:
+def _of_one_member(wanted: Wanted) -> Wanted:
     """Return the search for the first member alone."""
     task, optimizer = example_network(wanted.task, wanted.optimizer, wanted.members)
     pinned = dataclasses.replace(wanted.pinned, member=1, chunk=None, batch_dim=None)

@@ -196,8 +196,8 @@ class TensorSearch:
         if not solved.splits_products:
             raise errors.search_splits_nothing(plan.sizes_text())
         strategies = solved.strategies
-        if plan.pipeline > 1:
-            strategies = []
+        if plan.pipeline > 1 or plan.context > 1:
+            strategies = []  # stages have rules only, and operators with a share of the tokens
         elif fewest:
             strategies = fewest_strategies(solved.walk, solved.shardings, strategies, solved.moving)
         if plan.strategies is not None:
@@ -254,7 +254,7 @@ class TensorSearch:
         if plan.pipeline > 1:
             sent = self._between_stages(plan)
             return self._stages(plan).seconds + (once + reduction) / plan.pipeline + sent
-        rows = self._rows(plan) / solved.rows_of_a_microbatch
+        rows = self._share(plan, solved)
         seconds = rows * (solved.profile.seconds - solved.starts) + solved.starts
         seconds *= slowest
         if self._machine is not None and sends_meanwhile(self._machine):
@@ -271,7 +271,7 @@ class TensorSearch:
         ticks = ticks_of_step(
             plan.schedule, plan.pipeline, plan.most_microbatches, plan.virtual_stages
         )
-        activations = self._activations / plan.data / plan.most_microbatches
+        activations = self._activations / plan.data / plan.context / plan.most_microbatches
         return pipeline_seconds(
             self._machine, activations, self._tied / plan.tensor, ticks, plan.pipeline,
             stride=plan.tensor, mesh_devices=plan.devices,
@@ -313,7 +313,7 @@ class TensorSearch:
             stages = self._stages(plan)
             share = stages.most / sum(stages.layers)
             return own[True] * share + own[False], copies * share + stages.kept
-        rows = self._rows(plan) / solved.rows_of_a_microbatch
+        rows = self._share(plan, solved)
         kept = copies + rows * profile.kept
         # Those of a microbatch beside their sum, or beside their shards, until they are reduced.
         if self._depth and (plan.most_microbatches > 1 or (plan.data > 1 and plan.zero >= 2)):
@@ -334,7 +334,7 @@ class TensorSearch:
 
     def _staged(self, plan: Plan) -> StagedModel:
         solved = self.sharded(plan)
-        rows = self._rows(plan) / solved.rows_of_a_microbatch
+        rows = self._share(plan, solved)
         assert isinstance(plan.schedule, str | tuple)
         profile = solved.profile
         return StagedModel(
@@ -417,6 +417,13 @@ class TensorSearch:
 
     def _rows(self, plan: Plan) -> float:
         return self._batch_size / plan.parts
+
+    def _share(self, plan: Plan, solved: Sharded) -> float:
+        """Return what a device has of a microbatch, by what it has of that of a solution.
+
+        A solution is of all tokens: a device with half of them takes half as long, and keeps half.
+        """
+        return self._rows(plan) / plan.context / solved.rows_of_a_microbatch
 
     def _lean(self, plan: Plan) -> bool:
         """Whether parameters must be split over `tensor` for a candidate to fit.
