@@ -58,19 +58,21 @@ def solve(
     pinned: Pins | None = None,
     *,
     within: Within | None = None,
+    by_rules: bool = False,
     budget: Budget | None = None,
     seconds: float = 60.0,
 ) -> Solution:
     """Return the cheapest choice, with the proof of how far from it another could be.
 
     **Arguments:** `pinned`, for some nodes the shardings of their inputs; `within`, for each node
-    the strategies among which to choose; `budget`, of memory; `seconds`, after which the best
-    choice found so far is returned, with its bound.
+    the strategies among which to choose; `by_rules`, whether equations are told none (`Problem`);
+    `budget`, of memory; `seconds`, after which the best choice found so far is returned, with its
+    bound.
 
     Raises `PlanError` if the pins contradict each other, nothing fits the budget, or the seconds
     are over before any choice is found.
     """
-    problem = Problem(graph, costs, pinned, within)
+    problem = Problem(graph, costs, pinned, within, by_rules=by_rules)
     program = _IntegerProgram(problem, budget)
     relaxed = program.run(whole=False, seconds=seconds)
     best = relaxed
@@ -89,7 +91,7 @@ def solve(
                 f"activations within {budget.bytes:,.0f} bytes per device. More devices, a higher "
                 "ZeRO stage, rematerialization or more microbatches make them smaller."
             )
-        raise _contradiction(graph, costs, pinned or {}, within)
+        raise _contradiction(problem, pinned or {}, within)
     bound = best.fun if best is relaxed else best.mip_dual_bound
     choice = program.choice(best.x)
     pairs = zip(graph.nodes, choice, strict=True)
@@ -99,13 +101,13 @@ def solve(
     )
 
 
-def _contradiction(
-    graph: Graph, costs: TimeCosts, pinned: Pins, within: Within | None
-) -> errors.PlanError:
+def _contradiction(all_pins: Problem, pinned: Pins, within: Within | None) -> errors.PlanError:
     """Return the error that names the fewest pins that contradict each other."""
+    graph, costs, by_rules = all_pins.graph, all_pins.costs, all_pins.by_rules
 
     def contradict(paths: Sequence[str]) -> bool:
-        problem = Problem(graph, costs, {path: pinned[path] for path in paths}, within)
+        some = {path: pinned[path] for path in paths}
+        problem = Problem(graph, costs, some, within, by_rules=by_rules)
         return _IntegerProgram(problem, None).run(whole=False, seconds=1.0).status == 2
 
     few = minimal(list(pinned), contradict) if contradict(list(pinned)) else list(pinned)
@@ -138,9 +140,13 @@ class _IntegerProgram:
         self._whole = len(self._costs)
         # Equal values between equal nodes are one flow, which costs as often as there are values.
         equal = collections.Counter(self._key(value) for value in problem.graph.values)
+        # By value and reader, the columns that say in which sharding it comes as it is read.
+        self._same: dict[Any, dict[tuple[int, int], Columns]] = {}
         for value in problem.graph.values:
             if count := equal.pop(self._key(value), 0):
                 self._value(value, count)
+        if problem.by_rules:
+            self._follow()
         if budget is not None:
             self._limit(budget)
 
@@ -183,13 +189,14 @@ class _IntegerProgram:
         paid: dict[Any, int] = {}
         # A carry that is returned as it came has one sharding in any case.
         uses = [use for use in value.uses if use.node != value.node]
+        same = self._same[self._key(value)] = {}
         for use in uses:
             taken = self._by_sharding(use.node, "inputs", use.input)
             flow: dict[tuple[TensorSharding, TensorSharding], int] = {}
             for s in produced:
                 for d in taken:
                     cost = count * use.trips * reshard(value.tensor, s, d)
-                    if cost == math.inf:
+                    if cost == math.inf or not self._problem.reaches(value, use, s, d):
                         continue
                     shared = len(uses) > 1 and cost > 0
                     flow[s, d] = self._variable(0.0 if shared else cost)
@@ -198,12 +205,29 @@ class _IntegerProgram:
                         if key not in paid:
                             paid[key] = self._variable(cost)
                         self._row([(paid[key], 1.0), (flow[s, d], -1.0)], 0, np.inf)
+            reader = self._classes[use.node], use.input
+            same[reader] = {s: [flow[s, s]] for s in produced if (s, s) in flow}
             for s, columns in produced.items():
                 out = [(flow[s, d], 1.0) for d in taken if (s, d) in flow]
                 self._row(out + [(column, -1.0) for column in columns], 0, 0)
             for d, columns in taken.items():
                 into = [(flow[s, d], 1.0) for s in produced if (s, d) in flow]
                 self._row(into + [(column, -1.0) for column in columns], 0, 0)
+
+    def _follow(self) -> None:
+        """Add for each strategy that some operand comes as it takes it."""
+        graph, known = self._problem.graph, set()
+        for node, columns in enumerate(self._columns):
+            for choice, column in columns.items():
+                follows = self._problem.follows(node, choice)
+                entries = [(column, -1.0)]
+                for place, sharding in follows or ():
+                    same = self._same[self._key(graph.reads[node, place])]
+                    comes = same.get((self._classes[node], place), {}).get(sharding, [])
+                    entries += [(one, 1.0) for one in comes]
+                if follows is not None and (row := tuple(sorted(entries))) not in known:
+                    known.add(row)
+                    self._row(entries, 0, np.inf)
 
     def _by_sharding(self, node: int, side: str, place: int) -> Columns:
         """Return the columns of a node's strategies by the sharding of an input or an output."""

@@ -23,7 +23,6 @@ from typing import Any
 import jax
 
 from plurax import tree
-from plurax.jaxpr.compat import ANNOTATIONS
 from plurax.partition.annotation_resolver import NameRule
 from plurax.partition.executors import FollowShapes
 from plurax.partition.partitioner import Partitioner
@@ -31,7 +30,7 @@ from plurax.partition.pins import annotated, traced_as
 from plurax.partition.values import ValueVersions
 from plurax.planner.graph import Graph
 from plurax.planner.origins import in_words, source_line
-from plurax.planner.problem import Solution
+from plurax.planner.problem import SAID_BY_MODEL, Solution
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import Strategies, Strategy, entries_of
 
@@ -108,7 +107,7 @@ def strategies_of(graph: Graph, solution: Solution) -> list[Strategy]:
         if not node.decides:
             continue
         eqn = graph.equations[node.path.rpartition("/")[0] if node.boundary else node.path]
-        if eqn.primitive.name in _ANNOTATIONS:
+        if eqn.primitive.name in SAID_BY_MODEL:
             continue
         shardings = node.pin(choice)
         inputs = tuple(entries_of(one.dims, one.partial) for one in shardings)
@@ -120,10 +119,6 @@ def strategies_of(graph: Graph, solution: Solution) -> list[Strategy]:
         at = in_words(graph, index) if node.boundary else source_line(graph, node.path)
         strategies.append(Strategy(f"{node.path} {eqn.primitive.name}", inputs, at))
     return strategies
-
-
-_ANNOTATIONS = ANNOTATIONS | {"shard_map"}
-"""What a model itself says of shardings."""
 
 
 def fewest_strategies(

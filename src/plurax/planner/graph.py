@@ -153,6 +153,15 @@ class Graph:
         """The value that each input of a node reads; none where zeros are created."""
         return {(use.node, use.input): value for value in self.values for use in value.uses}
 
+    @functools.cached_property
+    def of_parameters(self) -> frozenset[int]:
+        """The parameters, and the nodes that follow from them without the batch."""
+        nodes = {index for index, node in enumerate(self.nodes) if node.kind == "parameter"}
+        for (index, _), value in sorted(self.reads.items(), key=lambda read: read[0]):
+            if not value.varying and value.node in nodes and self.nodes[index].decides:
+                nodes.add(index)  # in the order of evaluation
+        return frozenset(nodes)
+
     def index(self, name: str) -> int:
         """Return the index of a node by the name of its parameter or the path of its equation.
 
@@ -326,6 +335,7 @@ class _GraphBuilder:
         choices = self._every(value.tensor)
         strategies = [ShardStrategy((one,), (one,)) for one in choices]
         self.node("parameter", path, [grad], [value], strategies, 1)
+        value.varying = False  # in a step, whatever is made of its gradient
 
     def read_values(self) -> tuple[GraphValue, ...]:
         """Return the values that some node reads."""

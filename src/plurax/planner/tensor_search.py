@@ -61,7 +61,8 @@ class Sharded:
 
     **Fields:** `plan`, the candidate solved; `batch_size`; `shardings` of the parameters, by path;
     `strategies` of all equations; `graph` and `solution`, from which they come, with its `costs`
-    and `pins`; `walk`, over the equations; `depth`, the layers of a stack, or 0.
+    and `pins`; `walk`, over the equations; `depth`, the layers of a stack, or 0; `by_rules`,
+    whether a plan tells equations no strategies.
     """
 
     plan: Plan
@@ -74,6 +75,7 @@ class Sharded:
     pins: Pins
     walk: Walk
     depth: int
+    by_rules: bool
 
     @property
     def rows(self) -> float:
@@ -173,7 +175,8 @@ class TensorSearch:
         self._task, self._batch, self._costs = task, batch, costs
         self._batch_size = leading_dim(batch)
         self._depth = task.stack.depth if task.stack else 0
-        self._found: dict[tuple[int, str, bool], list[Sharded]] = {}
+        # By `tensor`, remat, whether parameters must be split, and whether there are rules alone.
+        self._found: dict[tuple[int, str, bool, bool], list[Sharded]] = {}
         self._traces: dict[Any, Any] = {}
         # For a remat policy, why pinned strategies are of another model.
         self._other: dict[str, errors.PlanError] = {}
@@ -196,8 +199,8 @@ class TensorSearch:
         if not solved.splits_products:
             raise errors.search_splits_nothing(plan.sizes_text())
         strategies = solved.strategies
-        if plan.pipeline > 1 or plan.context > 1:
-            strategies = []  # stages have rules only, and operators with a share of the tokens
+        if _by_rules(plan):
+            strategies = []
         elif fewest:
             strategies = fewest_strategies(solved.walk, solved.shardings, strategies, solved.moving)
         if plan.strategies is not None:
@@ -234,7 +237,8 @@ class TensorSearch:
     def _otherwise(self, solved: Sharded, name: str, other: TensorSharding) -> str:
         """Return what the best step costs if a parameter is split otherwise."""
         try:
-            solution = exact.solve(solved.graph, solved.costs, {**solved.pins, name: (other,)})
+            pins = {**solved.pins, name: (other,)}
+            solution = exact.solve(solved.graph, solved.costs, pins, by_rules=solved.by_rules)
         except errors.PlanError:
             return "not with what is pinned"
         more = solution.cost - solved.solution.cost
@@ -387,7 +391,7 @@ class TensorSearch:
 
     def has_solved(self, tensor: int, remat: str) -> bool:
         """Whether there is a solution of a size of `tensor` and a remat policy."""
-        return any((tensor, remat, lean) in self._found for lean in (False, True))
+        return any(key[:2] == (tensor, remat) for key in self._found)
 
     def is_solved(self, plan: Plan) -> bool:
         """Whether there is a solution that a candidate shares."""
@@ -407,10 +411,10 @@ class TensorSearch:
 
     def _nearest(self, plan: Plan, lean: bool, apart: float) -> Sharded | None:
         """Return the known solution for rows nearest to a candidate's, if there is one."""
-        rows = self._rows(plan)
+        rows, key = self._rows(plan), (plan.tensor, plan.remat, lean, _by_rules(plan))
         known = [
             (max(rows / one.rows_of_a_microbatch, one.rows_of_a_microbatch / rows), index, one)
-            for index, one in enumerate(self._found.get((plan.tensor, plan.remat, lean), ()))
+            for index, one in enumerate(self._found.get(key, ()))
         ]
         nearest = min(known, default=None, key=lambda entry: entry[:2])
         return nearest[2] if nearest and nearest[0] <= apart else None
@@ -453,7 +457,7 @@ class TensorSearch:
         return within
 
     def _search(self, plan: Plan) -> Sharded:
-        key = (plan.tensor, plan.remat, self._lean(plan))
+        lean, by_rules = self._lean(plan), _by_rules(plan)
         if plan.remat in self._other and plan.tensor > 1:
             raise self._other[plan.remat]
         # Stages are not in the graph: it is of the whole model.
@@ -470,17 +474,23 @@ class TensorSearch:
                 self._other[plan.remat] = error
                 raise
             pins = {**pins, **dict(map(_pin, plan.strategies.equations))}
-        within = self._split(graph, pins) if key[-1] else None
-        solution = exact.solve(graph, costs, pins, within=within)
+        within = self._split(graph, pins) if lean else None
+        solution = exact.solve(graph, costs, pins, within=within, by_rules=by_rules)
         strategies = strategies_of(graph, solution)
         shardings = dict(solution.parameters)
         walk = Walk(graph, rules.find)
         solved = Sharded(
             plan, self._batch_size, shardings, strategies, graph, solution, costs, pins, walk,
-            self._depth,
+            self._depth, by_rules,
         )  # fmt: skip
+        key = (plan.tensor, plan.remat, lean, by_rules)
         self._found.setdefault(key, []).append(solved)
         return solved
+
+
+def _by_rules(plan: Plan) -> bool:
+    """Whether equations are told no strategies: those of a stage, and of a share of the tokens."""
+    return plan.pipeline > 1 or plan.context > 1
 
 
 def _pin(strategy: Strategy) -> tuple[str, tuple[TensorSharding | None, ...]]:
