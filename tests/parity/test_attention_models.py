@@ -84,7 +84,25 @@ def pooled(p, x, y):
     return (x + attention(x, x, second, causal(T // 2)))[:, -1]
 
 
-MODELS = [encoder_and_decoder, windows_and_all, slopes, keys_of_one_layer, prefix, pooled]
+def fewer_keys_than_a_block(p, x, y):
+    first, second = p["encoder"]
+    x = x + attention(x, x, first, causal())
+    return x + attention(x, y[:, :2], second)
+
+
+def behind_sums_of_products(p, x, y):
+    """Linear attention: its products have features, and no keys."""
+    first, second = p["encoder"]
+    q, k, v = (jax.nn.softplus(jnp.einsum("btd,dnh->btnh", x, w)) for w in first)
+    state = jnp.cumsum(jnp.einsum("btnh,btne->btnhe", k, v), 1)
+    x = x + jnp.einsum("btnh,btnhe->btne", q, state).reshape(x.shape) / T
+    return x + attention(x, x, second, causal())
+
+
+MODELS = [
+    encoder_and_decoder, windows_and_all, slopes, keys_of_one_layer, prefix, pooled,
+    fewer_keys_than_a_block, behind_sums_of_products,
+]  # fmt: skip
 PLANS = {
     "blocks": {},
     "ring": {"context": 4, "context_strategy": "ring"},

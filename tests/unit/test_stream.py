@@ -499,6 +499,19 @@ def test_what_is_not_recognised_is_computed_whole_and_said(attention):
     np.testing.assert_array_equal(out, attention(*args))
 
 
+def test_attention_behind_what_is_computed_whole_is_streamed():
+    """What was refused is in its queries, as in those of the next layer."""
+
+    def layers(p, q, k, v):
+        return plain(p, q + the_maximum_used(p, q, k, v), k, v)
+
+    args = inputs()
+    with pytest.warns(StreamWarning) as said:
+        closed = jax.make_jaxpr(streamed(layers, 4))(*args)
+    assert len(said) == 1
+    assert (B, N, T, 4) in {shape_of(v) for e in all_equations(closed.jaxpr) for v in e.outvars}
+
+
 def test_a_maximum_whose_gradient_is_stopped_may_be_used():
     def attention(p, q, k, v):
         s = scores(q, k)
@@ -528,6 +541,17 @@ def test_fewer_keys_than_a_block_are_left_as_they_are():
         jax.make_jaxpr(streamed(plain, S))(*args).jaxpr))  # fmt: skip
     assert count == 0
     assert streamed(plain, None) is plain
+
+
+def test_nothing_is_said_of_fewer_keys_than_a_block():
+    """As in attention of an image to a text: no array grows with tokens by tokens."""
+
+    def flat(p, q, k, v):
+        return plain(p, k, q, q).reshape(B, -1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        streamed(flat, S - 1)(*inputs())
 
 
 @pytest.mark.ci

@@ -27,7 +27,7 @@ from plurax.jaxpr.attention_kernels import calls_kernel, kernel_of
 from plurax.jaxpr.bodies import Body, Regions, by_jaxpr
 from plurax.jaxpr.context import Context
 from plurax.jaxpr.equal_dims import shape_of
-from plurax.jaxpr.follow_dim import Region, candidates, follow
+from plurax.jaxpr.follow_dim import Region, candidates, follow, own_dims
 from plurax.jaxpr.forms import NotFollowedError
 from plurax.jaxpr.interpret import all_equations, source_line, variables
 from plurax.jaxpr.kernel_blocks import KernelBlocks, KernelRegion, on_all_keys
@@ -154,7 +154,8 @@ def _regions_of(options: StreamOptions) -> Regions:
 
 def _key_blocks(region: Region, options: StreamOptions, find: Callable[..., Queries]) -> KeyBlocks:
     """Return a region in blocks, without the queries that `find` proves to see none of a group."""
-    context, size = options.context, options.size
+    # Under `context` keys that are fewer than those of a block are a block.
+    context, size = options.context, min(options.size, region.size)
     if context is None or not context.splits(region):
         return KeyBlocks(region, size, None, find(region, size) if options.skip else None)
     block = context.block(region, size)
@@ -252,13 +253,15 @@ def _regions(
     """Return what can be streamed, and warn of products that cannot be."""
     regions: list[Region] = []
     taken: set[int] = set()
-    whole: set[Any] = set()  # what follows from products that are refused, up to the next product
+    # What follows from a product that is refused and has half its entries: those of the product.
+    whole: dict[Any, int] = {}
     for index, eqn in enumerate(eqns):
         refused: list[NotFollowedError] = []
         dims = candidates(eqn, of_rows)
-        follows = not whole.isdisjoint(variables(eqn.invars))
+        follows = [whole[var] for var in variables(eqn.invars) if var in whole]
         if follows and not dims:
-            whole.update(eqn.outvars)
+            least = min(follows)
+            whole |= {var: least for var in eqn.outvars if 2 * math.prod(shape_of(var)) >= least}
         if id(eqn) in taken or follows:
             continue
         able: list[Region] = []
@@ -277,9 +280,18 @@ def _regions(
             regions.append(min(able, key=lambda region: len(region.eqns)))
             taken |= regions[-1].ids()
         elif refused:
-            _warn(eqn, refused[0])
-            whole.update(eqn.outvars)
+            if _grows(eqn, options.size):
+                _warn(eqn, refused[0])
+            whole[eqn.outvars[0]] = math.prod(shape_of(eqn.outvars[0]))
     return regions
+
+
+def _grows(eqn: Any, size: int) -> bool:
+    """Whether both operands of a product have more than so many tokens: of fewer keys no array
+    grows with tokens by tokens."""
+    shapes = (shape_of(atom) for atom in eqn.invars)
+    pairs = zip(shapes, own_dims(eqn), strict=True)
+    return all(any(shape[dim] > size for dim in dims) for shape, dims in pairs)
 
 
 def _warn(eqn: Any, refused: NotFollowedError) -> None:
