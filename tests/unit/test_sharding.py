@@ -1,6 +1,7 @@
 """Shardings, moving between them, and a function divided among devices."""
 
 import functools
+import itertools
 from inspect import signature
 
 import hypothesis.strategies as st
@@ -184,6 +185,26 @@ def test_parts_of_an_axis_move_in_groups():
     whole = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
     np.testing.assert_array_equal(jax.jit(run)(whole), whole)
     assert [m.kind for m in moves] == ["all-gather"]
+
+
+@pytest.mark.parametrize("entry", [("tensor:0",), ("tensor:1",), ("tensor:0", "tensor:1")])
+@pytest.mark.parametrize("size", [11, 12, 20])
+def test_a_dim_that_parts_of_an_axis_do_not_divide(entry, size):
+    """Of 12 places on 4 x 2 devices each has 2, and no three of them are those of a part."""
+    axes = Axes({"tensor": 8}, {"tensor": (4, 2)})
+    replicated, split = TensorSharding.replicated(1), TensorSharding((entry,))
+    both = TensorSharding((("tensor:0", "tensor:1"),))
+    whole = np.arange(size, dtype=np.float32)
+
+    def local(array):
+        for source, target in itertools.pairwise((replicated, both, split, both, replicated)):
+            moves = plan_reshard(source, target, (size,), 4, axes)
+            array = apply_moves(array, (size,), source, moves, axes)
+        return array
+
+    mesh = mesh_of({"tensor": 8})
+    run = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    np.testing.assert_array_equal(jax.jit(run)(whole), whole)
 
 
 # --- Dividing -----------------------------------------------------------------------------------

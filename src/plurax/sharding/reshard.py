@@ -143,11 +143,13 @@ def _moves(
     free = [a for a in sizes if a not in here.axes and a not in here.partial]
     own = size(here)
     for dim, entry in enumerate(here.dims):
-        for axis in free:
+        goal = target.dims[dim]
+        at_once = [goal] if len(goal) > 1 and {*goal} <= {*free} else []
+        for added in [*((axis,) for axis in free), *at_once]:
             # Free axes hold copies: a device keeps its part of the shard and sends nothing.
-            new = here.with_dim(dim, (*entry, axis))
-            if _fits(new, target, shape, dim, sizes):
-                yield ReshardStep("slice", (axis,), dim, None, new, size(new), 0.0)
+            new = here.with_dim(dim, (*entry, *added))
+            if _fits(new, target, shape, dim, sizes, added):
+                yield ReshardStep("slice", added, dim, None, new, size(new), 0.0)
         # Only minor axes can go: dropping a major one would leave shards that are not contiguous.
         for cut in range(len(entry)):
             moved = entry[cut:]
@@ -155,8 +157,11 @@ def _moves(
                 continue
             n = axes.size(moved)
             new = here.with_dim(dim, entry[:cut])
-            # Shards are gathered with their padding, which each device cuts off afterwards.
+            # Shards are gathered with their padding, which each device cuts off afterwards: not
+            # from within a dim, whose shards would begin elsewhere.
             gathered = n * own
+            if cut and gathered != size(new):
+                continue
             yield ReshardStep("all-gather", moved, dim, None, new, gathered, gathered * (n - 1) / n)
             # Only an all-gather cuts padding off.
             if shape[dim] % here.num_shards(dim, sizes):
@@ -200,7 +205,7 @@ def _sums(
         yield ReshardStep("all-reduce", summed, None, None, rest, whole, 2 * whole * (n - 1) / n)
         for dim in range(len(shape)):
             new = rest.with_dim(dim, (*rest.dims[dim], *summed))
-            if _fits(new, target, shape, dim, sizes):
+            if _fits(new, target, shape, dim, sizes, summed):
                 shard = new.shard_bytes(shape, itemsize, sizes)
                 bytes_sent = shard * (n - 1)
                 yield ReshardStep("reduce-scatter", summed, dim, None, new, shard, bytes_sent)
@@ -208,15 +213,15 @@ def _sums(
 
 def _fits(
     sharding: TensorSharding, target: TensorSharding, shape: tuple[int, ...], dim: int,
-    sizes: AxisSizes,
+    sizes: AxisSizes, added: tuple[str, ...],
 ) -> bool:  # fmt: skip
     """Whether the shards divide a dim, or it may be padded.
 
-    Padding is possible only in the target's dims, and for a dim that is split by a single axis.
+    Padding is possible only in the target's dims, and for a dim that is split at once, by `added`:
+    shards of shards would have other entries.
     """
-    entry = sharding.dims[dim]
     return shape[dim] % sharding.num_shards(dim, sizes) == 0 or (
-        len(entry) == 1 and sharding.dims == target.dims
+        sharding.dims[dim] == added and sharding.dims == target.dims
     )
 
 
