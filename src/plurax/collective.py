@@ -17,7 +17,7 @@ class Collective:
 
     - `kind`: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `ragged-all-to-all`,
       `collective-permute`.
-    - `axes`: the mesh axes it runs over.
+    - `axes`: the mesh axes it runs over, in the order of the mesh.
     - `bytes`: of its result on one device, padding included, each time it runs.
     - `bytes_sent`: by each device, each time it runs; at most, of a `ragged-all-to-all`, whose
       result is room for rows.

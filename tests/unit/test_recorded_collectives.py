@@ -45,6 +45,10 @@ def gathered(x):
     return lax.all_gather(x, ("data", "tensor"), tiled=True)
 
 
+def gathered_minor_first(x):
+    return lax.all_gather(x, ("tensor", "data"), tiled=True)
+
+
 def in_a_loop(x):
     return lax.scan(lambda h, _: (lax.psum(h, "data"), None), x, None, length=5)[0]
 
@@ -82,6 +86,7 @@ CASES = {
     summed: [("all-reduce", ("data",), ROW, 1)],
     joined: [("all-reduce", ("data",), size, 1) for size in (ROW, ROW, 4)],
     gathered: [("all-gather", ("data", "tensor"), 8 * ROW, 1)],
+    gathered_minor_first: [("all-gather", ("data", "tensor"), 8 * ROW, 1)],
     in_a_loop: [("all-reduce", ("data",), ROW, 5)],
     in_two: [("all-reduce", ("data",), ROW, 15)],
     constant: [("all-reduce", ("data",), ROW, 1)],

@@ -112,7 +112,8 @@ class _CollectiveWalk:
 def collective_of(op: Op, size: int, sizes: Mapping[str, int], trips: int | None = 1) -> Collective:
     """Return an operation that communicates, for results of `size` bytes, on a mesh of `sizes`."""
     kind, devices = COLLECTIVES[op.name], group_size(op.params, sizes)
-    axes = tuple(name for name in axis_names(op.params) if sizes.get(name, 1) > 1)
+    names = axis_names(op.params)
+    axes = tuple(name for name, count in sizes.items() if name in names and count > 1)
     sent, reason = ring_bytes_sent(kind, size, devices), reason_of(op.params["scopes"])
     return Collective(
         kind, axes, size, sent, trips != 1, trips, *reason, group=group_along_axis(op.params)
