@@ -58,6 +58,7 @@ PARAMETERS = {
     "cumsum": ("axis", "reverse"),
     "custom_jvp_call": ("call_jaxpr",),
     "custom_linear_solve": ("const_lengths", "jaxprs"),
+    "custom_vmap_call": ("call",),
     "custom_vjp_call": ("bwd", "call_jaxpr", "num_consts"),
     "dot_general": ("dimension_numbers", "out_sharding", "precision", "preferred_element_type"),
     "dot_product_attention_bwd_wrapper": ATTENTION,
@@ -236,6 +237,12 @@ def vjp(x):
     return x
 
 
+@jax.custom_batching.custom_vmap
+def batched(x):
+    return x
+
+
+batched.def_vmap(lambda size, in_batched, x: (x, in_batched[0]))
 jvp.defjvp(lambda primals, tangents: (*primals, *tangents))
 vjp.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent,))
 
@@ -265,6 +272,7 @@ EXAMPLES = {
     "custom_linear_solve": lambda x: lax.custom_linear_solve(
         lambda v: x @ v, x[0], lambda _, b: b, lambda _, b: b
     ),
+    "custom_vmap_call": batched,
     "custom_vjp_call": vjp,
     "dot_general": lambda x: x @ x,
     "dot_product_attention_bwd_wrapper": jax.grad(lambda x: attention(x).sum()),

@@ -75,6 +75,7 @@ INLINED = {
     "custom_linear_solve": "jaxprs",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
+    "custom_vmap_call": "call",
 }
 """Calls that can be evaluated in place, and the parameter that holds the called jaxpr."""
 

@@ -27,6 +27,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -287,10 +288,21 @@ def _all_to_all(
     assert move.to_dim is not None
     names, groups = axes.group(move.axes)
     there, back = move.to_dim, move.dim
-    return moved(
-        lambda x: lax.all_to_all(x, names, there, back, tiled=True, axis_index_groups=groups),
-        shard, axes,
-    )  # fmt: skip
+
+    def exchange(x: Array, first: int = 0) -> Array:
+        """Exchange shards, of dims behind the `first` ones."""
+        own = functools.partial(
+            lax.all_to_all, axis_name=names, split_axis=there + first, concat_axis=back + first,
+            tiled=True, axis_index_groups=groups,
+        )  # fmt: skip
+        if groups is None:
+            return own(x)
+        # JAX has no rule for groups under `jax.vmap`, as members of a chunk are.
+        in_groups = jax.custom_batching.custom_vmap(own)
+        in_groups.def_vmap(lambda size, batched, x: (exchange(x, first + 1), True))
+        return in_groups(x)
+
+    return moved(exchange, shard, axes)
 
 
 def _reduce_scatter(
