@@ -447,6 +447,12 @@ def shifted_keys(p, q, k, v):
     return attended(jnp.concatenate([s[..., 1:], s[..., :1]], -1), v)
 
 
+def a_sink_beside_keys(p, q, k, v):
+    sink = jnp.broadcast_to(p["bias"][None, :, :, :1], (B, N, T, 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores(q, k), sink], -1))
+    return summed(weights[..., :-1], v)
+
+
 def sorted_keys(p, q, k, v):
     return attended(jnp.sort(scores(q, k)), v)
 
@@ -484,6 +490,7 @@ REFUSED = {
     heads_mixed_behind: "dot_general at .* it sums weights of several softmaxes",
     weights_returned: "nothing reduces the dim of what it computes",
     the_maximum_used: "the maximum is in a result",
+    a_sink_beside_keys: "concatenate at .* An attention sink is one more term of the divisor",
     shifted_keys: "slice at .* there is no rule for it",
     sorted_keys: "sort at .* there is no rule for it",
 }

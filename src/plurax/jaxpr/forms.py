@@ -95,6 +95,13 @@ class Forms:
             return self._reduced(eqn, ends)
         if name == "dot_general":
             return self._product(eqn)
+        if name == "concatenate":
+            reason = (
+                "it joins the keys and others. An attention sink is one more term of the divisor: "
+                "write exp(s - m) / (exp(s - m).sum(-1) + exp(sink - m)), where m is the larger of "
+                "jax.lax.stop_gradient(s.max(-1)) and the sink's"
+            )
+            raise NotFollowedError(eqn, reason)
         raise NotFollowedError(eqn, "there is no rule for it")
 
     def is_other(self, atom: Any) -> bool:

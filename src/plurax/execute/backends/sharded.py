@@ -150,7 +150,8 @@ class ShardedBackend(Backend):
                 f"{plan.context} devices divide, so no tokens are split, and all devices would do "
                 "the same work. Attention is a product of two activations that is summed over its "
                 "keys, or a call of cuDNN's or of JAX's flash attention without a bias; its tokens "
-                f"must be a multiple of {plan.context}. Or data={plan.context} splits the batch."
+                f"must be a multiple of {plan.context}; a StreamWarning names what it cannot be "
+                f"followed through. Or data={plan.context} splits the batch."
             )
         parts = parts_of_axes(tags, sizes)
         runs: dict[str, Any] = {"permutes": plan.pipeline == 1, "platform": platform_of(mesh)}
