@@ -20,8 +20,9 @@ def plan_schedule_unknown(value: object, names: Iterable[str]) -> PlanError:
 
 def plan_minor_divided() -> PlanError:
     return PlanError(
-        "Plan(batch_dim='minor') with tensor > 1, pipeline > 1 or zero > 0: the batch in the minor "
-        "dim is for small networks that are not partitioned. Use batch_dim='major'."
+        "Plan(batch_dim='minor') with tensor, context or pipeline > 1, zero > 0, or a rule that "
+        "splits a parameter over `data`: the batch in the minor dim is for small networks that "
+        "are not partitioned. Use batch_dim='major'."
     )
 
 
