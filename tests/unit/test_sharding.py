@@ -165,6 +165,18 @@ def test_a_dim_that_changes_its_axis_is_not_gathered_whole():
     assert wire_bytes(moves) <= wire_bytes(gather) / 2
 
 
+def test_blocks_are_permuted_along_axes_that_change():
+    """Along another axis, which may join machines, no device sends its block."""
+    axes = Axes({"a": 2, "b": 2, "c": 2})
+    source = TensorSharding.of(("a", "b"), None, "c")
+    target = TensorSharding.of(("b", "a"), None, "c")
+    moves = plan_reshard(source, target, SHAPE, 4, axes)
+    got, whole, found = moved(source, target, moves, axes)
+    np.testing.assert_array_equal(got, whole)
+    assert [(m.kind, m.axes) for m in moves] == [("collective-permute", ("a", "b"))]
+    assert [(c.kind, c.axes) for c in found] == [("collective-permute", ("a", "b"))]
+
+
 def test_parts_of_an_axis_move_in_groups():
     axes = Axes({"tensor": 8}, {"tensor": (2, 4)})
     source, target = (

@@ -182,7 +182,10 @@ def _moves(
         and all(here.num_shards(d, sizes) == target.num_shards(d, sizes) for d in range(len(shape)))
         and not here.indivisible_dims(shape, sizes)
     ):
-        touched = tuple(a for a in sizes if a in {*here.axes, *target.axes})
+        # Along the axes of a dim that stays as it is no block changes its device.
+        pairs = zip(here.dims, target.dims, strict=True)
+        changed = {a for have, want in pairs if have != want for a in (*have, *want)}
+        touched = tuple(a for a in sizes if a in changed)
         if not here.partial & set(touched):
             new = TensorSharding(target.dims, here.partial)
             yield ReshardStep(
@@ -362,14 +365,15 @@ def pad_dim(shard: Array, dim: int, n: int) -> Array:
 
 
 def _blocks(sharding: TensorSharding, axes: Axes) -> Callable[[dict[str, int]], tuple[int, ...]]:
-    """Return a function from a device's mesh coordinates to the index of the block it holds."""
+    """Return a function from a device's mesh coordinates to the index of the block it holds, among
+    devices that differ along these axes alone."""
 
     def block(coordinate: dict[str, int]) -> tuple[int, ...]:
         indices = []
         for dim in sharding.dims:
             index = 0
             for axis in dim:
-                index = index * axes.sizes[axis] + coordinate[axis]
+                index = index * axes.sizes[axis] + coordinate.get(axis, 0)
             indices.append(index)
         return tuple(indices)
 
