@@ -417,6 +417,15 @@ def test_sums_are_wide():
     assert errors[1] <= 1.5 * errors[0]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_window_in_a_narrow_dtype(dtype):
+    """The first block is seen by some of the queries, and maxima keep the dtype of scores."""
+    args = [jnp.asarray(x, dtype) for x in inputs()[1:]]
+    whole, blocks = window(None, *args), streamed(window, 4, skip=True)(None, *args)
+    tolerance = 2 * float(jnp.finfo(dtype).eps)
+    assert jnp.abs(whole - blocks).max() <= tolerance * jnp.abs(whole).max()
+
+
 # --- What cannot be streamed ----------------------------------------------------------------------
 
 

@@ -218,7 +218,8 @@ class KeyBlocks:
         for eqn, _ in self.region.reductions:
             aval = eqn.outvars[0].aval
             if eqn.primitive.name in EXTREMES:
-                sums.append(jnp.full(aval.shape, neutral(eqn.primitive.name, aval.dtype)))
+                start = neutral(eqn.primitive.name, aval.dtype)
+                sums.append(jnp.full(aval.shape, start, aval.dtype))
             else:
                 zeros = jnp.zeros(aval.shape, wide_dtype(aval.dtype))
                 sums.append(transposed(zeros, self._stored[id(eqn)]))
