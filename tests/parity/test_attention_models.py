@@ -108,6 +108,7 @@ PLANS = {
     "ring": {"context": 4, "context_strategy": "ring"},
     "gather": {"context": 2},
     "heads": {"context": 2, "context_strategy": "heads"},
+    "heads of all, no ring": {"context": 2, "context_strategy": "heads+ring"},
 }
 
 

@@ -149,9 +149,9 @@ class Context:
             split.append(array)
         return split
 
-    def scope(self) -> contextlib.AbstractContextManager[None]:
-        """Return the scope of a loop over blocks: whether these go around in a ring."""
-        return jax.named_scope(RING if self.in_ring else GATHERED)
+    def scope(self, groups: int) -> contextlib.AbstractContextManager[None]:
+        """Return the scope of a loop over blocks: whether these go around in a ring of groups."""
+        return jax.named_scope(RING if self.in_ring and groups > 1 else GATHERED)
 
     def received(self, stacks: Sequence[Any], order: Order, by: Sequence[Array] = ()) -> list[Any]:
         """Return stacks of blocks as the loops over them read them.

@@ -231,7 +231,7 @@ class KernelBlocks:
         """Run a loop over some blocks of keys and values, each with the number of its device."""
         group = self._order.cut(stacks, [0] * len(stacks), blocks)
         numbers = jnp.arange(group[0].shape[0], dtype=jnp.int32)
-        with self._context.scope():
+        with self._context.scope(self._groups):
             return lax.scan(body, carry, (numbers, *group))
 
     def _joined(self, out: Array, lse: Array, part: Array, more: Array) -> tuple[Array, Array]:

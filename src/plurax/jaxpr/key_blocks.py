@@ -195,7 +195,10 @@ class KeyBlocks:
 
     def _scope(self) -> contextlib.AbstractContextManager[None]:
         """Return the scope of the loop over blocks."""
-        return contextlib.nullcontext() if self._context is None else self._context.scope()
+        context = self._context
+        if context is None:
+            return contextlib.nullcontext()
+        return context.scope(context.groups(self.region))
 
     def _starts(self, arrays: Sequence[Any]) -> Array:
         """Return the first key of each whole block.
