@@ -5,7 +5,8 @@
     python -m benchmarks.absent_memory --compile 8xH100 --rows gpt/data mlp/zero3
 
 A row is a model under a plan. `temporaries` are what the compiler allocates beside arguments and
-results; the peak is arguments + temporaries + outputs - aliased. Rules are written by looking at
+results; the peak is arguments + temporaries + outputs - aliased. Of TPUs they are read from the
+compiler's table of buffers, since it reports more than these. Rules are written by looking at
 `ROWS`; those of `CHECKED` are kept aside. A row with the name of an optimizer, `gru/zero 1/adamw`,
 was drawn from other models and plans (`benchmarks.absent_models`). To compile all takes about an
 hour on two cores, where the compilers are installed: pip install 'plurax[tpu,cuda]'. Planning needs
@@ -19,8 +20,11 @@ import datetime
 import importlib.metadata
 import itertools
 import json
+import os
+import re
 import runpy
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -334,13 +338,31 @@ def names(rows: Mapping[str, Iterable[str]]) -> list[str]:
     return [f"{model}/{plan}" for model, plans in rows.items() for plan in plans]
 
 
-def compiled_bytes(machine: str, name: str) -> dict[str, int]:
-    """Compile a row for a machine, and return the bytes of a device."""
+def compiled_bytes(machine: str, name: str, dumps: Path) -> dict[str, int]:
+    """Compile a row for a machine, and return the bytes of a device.
+
+    XLA writes its tables of buffers to the folder `dumps`.
+    """
     task, batch, plan, optimizer = parts_of(name)
     devices = Target.of(machine).devices()
     held = px.compile(task, optimizer, plan, batch, devices=devices).memory()
-    peak = held.arguments + held.temporaries + held.outputs - held.aliased
-    return {"temporaries": held.temporaries, "peak": peak}
+    temporaries = held.temporaries
+    if Target.of(machine).machine.platform == "tpu":
+        tables = dumps.glob("*.jit_step.*.after_optimizations-buffer-assignment.txt")
+        temporaries = allocated(max(tables, key=lambda path: path.stat().st_mtime).read_text())
+    peak = held.arguments + temporaries + held.outputs - held.aliased
+    return {"temporaries": temporaries, "peak": peak}
+
+
+def allocated(table: str) -> int:
+    """Return the bytes of temporaries in the large memory, by a TPU compiler's table of buffers.
+
+    Allocations of a color are in other memories:
+
+        allocation 250: size 243188224, preallocated-temp:
+        allocation 254: size 117440512, color 1, preallocated-temp:
+    """
+    return sum(map(int, re.findall(r"^allocation \d+: size (\d+), preallocated-temp", table, re.M)))
 
 
 def planned_bytes(name: str, machines: Iterable[str]) -> dict[str, int]:
@@ -380,9 +402,11 @@ def main() -> int:
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     if options.compile:
-        for machine in options.machines:
-            for name in options.rows:
-                store(machine, name, compiled_bytes(machine, name))
+        with tempfile.TemporaryDirectory() as folder:
+            dump = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {dump}"
+            for machine, name in itertools.product(options.machines, options.rows):
+                store(machine, name, compiled_bytes(machine, name, Path(folder)))
     compiled = stored()["compiled"]
     kinds = dict.fromkeys(names(ROWS), "looked at") | dict.fromkeys(names(CHECKED), "kept aside")
     errors: dict[tuple[str, str], list[float]] = collections.defaultdict(list)

@@ -12,7 +12,6 @@ from plurax.execute.recorder import record_step
 from plurax.partition.scopes import IF_UNEVEN
 from plurax.trace.clock import Clock
 from plurax.trace.collectives import planned_collectives
-from plurax.trace.compiler_rules import rules_of_seconds
 from plurax.trace.compilers import rules_of
 from plurax.trace.flatten import Flattener
 from plurax.trace.kernels import kernels
@@ -333,7 +332,7 @@ def bytes_moved(fun, *args, room):
     jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
     inputs = [Value(var.aval) for var in jaxpr.invars]
     block = Flattener({}).block(jaxpr, inputs)
-    every = kernels(block, rules=rules_of_seconds(rules_of("tpu")))
+    every = kernels(block, rules=rules_of("tpu"))
     counted = work_of(every, {}, fast_memory=room)
     products = sum(product.bytes * count for product, count in counted.products.items())
     return products + counted.bytes

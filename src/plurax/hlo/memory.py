@@ -9,6 +9,9 @@ import jax
 class Memory:
     """Bytes on one device, as the compiler reports them.
 
+    That of TPUs reports more temporaries than it allocates and checks against the memory: what is
+    lost between buffers twice, and of programs with loops up to half as much again (decision 0065).
+
     **Fields:** `arguments` (state and batch), `outputs`, `aliased` (outputs that reuse an
     argument's memory), `temporaries`, `code`; `peak` is arguments + outputs - aliased +
     temporaries + code, the most the program holds at once.

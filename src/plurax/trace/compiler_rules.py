@@ -13,7 +13,7 @@ from typing import Literal
 from plurax.jaxpr.compat import REDUCTIONS
 from plurax.trace.step_trace import Value
 
-Order = Literal["breadth first", "depth first", "least memory"]
+Order = Literal["breadth first", "least memory"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,22 +30,23 @@ class CompilerRules:
       in each of so many kernels that read it, rather than written to memory once.
     - `overwrites_reduced`: whether a result may take the memory of an operand that a reduction
       reads too. Where a softmax is one kernel it reads its operand twice, and may not.
+    - `hoists_casts`: whether float32 that a loop only multiplies is rounded once before the loop.
     - `hoists_masks`: whether a broadcast of a mask, the same in every iteration, is written to
       memory once before a loop.
-    - `fuses_chains`: whether elementwise operations that have one reader are fused before it is
-      decided what that reads.
-    - `fuses_epilogues`: whether a matrix product computes the elementwise operations after it.
+    - `fuses_epilogues`: whether a matrix product computes the elementwise operations after it, and
+      those that have one reader are fused before it is decided what that reads.
     - `fuses_operands`: whether a product computes elementwise what it multiplies, and reads other
-      results too in the operations after it.
+      results too in the operations after it, and what is scattered as one number of a row is
+      selected.
     - `joins_kernels`: whether kernels over the same numbers are joined to one with several outputs
       (`plurax.trace.several_outputs`). Seconds count that, memory does not.
     - `overlaps`: whether collectives run beside other work, for which gradients wait.
+    - `sums_in_place`: whether an all-reduce writes to the memory of what it reads.
     - `skips_groups`: whether `ragged_dot` multiplies rows with the weights of their group alone.
     - `order`: of kernels.
     - `size`: the bytes of an array in memory; the flag says that nothing but products reads it.
-    - `without_loops`: the rules of a program that has no loop, where they are others; its seconds
-      are by these with loops too.
     - `margin`: the share of the planned peak by which a compiled one may be larger.
+    - `least_margin`: bytes by which it may be larger, however small it is.
     """
 
     fusible: frozenset[str]
@@ -54,34 +55,25 @@ class CompilerRules:
     expensive: frozenset[str]
     is_copied: Callable[[float, int], bool]
     overwrites_reduced: bool
+    hoists_casts: bool
     hoists_masks: bool
-    fuses_chains: bool
     fuses_epilogues: bool
     fuses_operands: bool
     joins_kernels: bool
     overlaps: bool
+    sums_in_place: bool
     skips_groups: bool
     order: Order
     size: Callable[[Value, bool], int]
     margin: float
-    without_loops: "CompilerRules | None" = None
+    least_margin: int = 0
 
     def margin_of(self, peak: int) -> int:
         """Return the bytes by which a compiler may need more than a planned peak."""
-        return int(peak * self.margin)
+        return max(int(peak * self.margin), self.least_margin)
 
     @property
     def readers(self) -> frozenset[str]:
         """Operations into which others are fused."""
         products = frozenset(["dot_general"] if self.fuses_operands else [])
         return self.fusible | REDUCTIONS | self.in_place | products
-
-
-def rules_of_memory(rules: CompilerRules, has_loops: bool) -> CompilerRules:
-    """Return the rules by which memory is planned: with loops others may hold than without."""
-    return rules if has_loops or rules.without_loops is None else rules.without_loops
-
-
-def rules_of_seconds(rules: CompilerRules) -> CompilerRules:
-    """Return the rules by which kernels are timed, in loops as elsewhere."""
-    return rules.without_loops or rules

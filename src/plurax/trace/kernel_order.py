@@ -1,16 +1,13 @@
 """The order in which a compiler runs the kernels of a block.
 
 XLA's compiler for CPUs runs a kernel as soon as all it reads is there, first come, first served.
-That of GPUs walks from the results to what they need, so that a kernel runs when its result is
-wanted: gradients of weights, which only the optimizer reads, come late, and what they are computed
-from waits for them. Example, `a = f(x)`, `b = g(x)`, `c = sum(a)`, `d = sum(b)`:
+Those of GPUs and TPUs take the order that needs the least memory, as a rule that of `list_order`:
+of the kernels whose operands are there, the one runs first that frees the most bytes, and so
+gradients of weights run as soon as they can. Example, `a = f(x)`, `b = g(x)`, `c = sum(a)`,
+`d = sum(b)`:
 
-    breadth first    a b c d      a and b are in memory at once
-    depth first      a c b d
-
-It takes that order only if no other needs less memory. As a rule that of `list_order` does: of the
-kernels whose operands are there, the one runs first that frees the most bytes, and so gradients of
-weights run as soon as they can.
+    first come      a b c d      a and b are in memory at once
+    least memory    a c b d
 
 Then a compiler that runs collectives beside other work moves gradients to where a collective has to
 be hidden (`gradients_late`).
@@ -46,33 +43,6 @@ def breadth_first(kernels: Sequence[Kernel], block: Block) -> list[Kernel]:
             if not waits[user]:
                 queue.append(user)
     return order
-
-
-def depth_first(kernels: Sequence[Kernel], size: Size) -> list[Kernel]:
-    """Return kernels as a walk from the results finds them.
-
-    Of the operands of a kernel, the one comes first that has the most other readers above it, then
-    the one that takes the most bytes to compute.
-    """
-    makers, users = _edges(kernels)
-    extra: dict[Kernel, int] = {}
-    total: dict[Kernel, int] = {}
-    for kernel in kernels:
-        extra[kernel] = max(len(users[kernel]) - 1, 0)
-        total[kernel] = sum(size(value) for value in kernel.outputs)
-        for maker in makers[kernel]:
-            extra[kernel] += extra[maker]
-            total[kernel] += total[maker]
-    largest_last = lambda kernel: (extra[kernel], total[kernel])  # noqa: E731
-    order: dict[Kernel, None] = {}
-    stack = sorted((kernel for kernel in kernels if not users[kernel]), key=largest_last)
-    while stack:
-        waiting = [one for one in makers[stack[-1]] if one not in order]
-        if waiting and stack[-1] not in order:
-            stack += sorted(waiting, key=largest_last)
-        else:
-            order.setdefault(stack.pop())
-    return list(order)
 
 
 def list_order(kernels: Sequence[Kernel], block: Block, size: Size) -> list[Kernel]:

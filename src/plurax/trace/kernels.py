@@ -26,6 +26,9 @@ from plurax.trace.compiler_rules import CompilerRules
 from plurax.trace.product_epilogues import epilogues_of
 from plurax.trace.step_trace import Block, Op, Value
 
+SUMS = frozenset(["psum", "psum_invariant"])
+"""All-reduces."""
+
 SAME, OTHER, REUSED = 0, 1, 2
 """How a kernel reads a value: entry by entry as it writes its own; otherwise; more than once."""
 
@@ -86,6 +89,8 @@ def _how(op: Op, index: int, value: Value, rules: CompilerRules) -> int:
         return SAME if index == 0 and op.name != "stack" else OTHER
     if op.name == "broadcast_in_dim":
         return REUSED
+    if op.name in SUMS:
+        return SAME if rules.sums_in_place else OTHER
     if op.name in ELEMENTWISE or op.name in ("bitcast_convert_type", "select_n", "order_after"):
         return SAME if value.size == op.outputs[0].size else REUSED
     return OTHER
@@ -106,11 +111,14 @@ def kernels(
     written: list[Kernel] = []
     updated = {op.inputs[0] for op in block.ops if op.name == "dynamic_update_slice" and op.inputs}
     spread = {op.outputs[0] for op in block.ops if op.name in ("broadcast_in_dim", "iota")}
-    sources = _sources(block) if rules.fuses_chains else {}
+    sources = _sources(block) if rules.fuses_epilogues else {}
     closed = rules.fuses_epilogues and not rules.fuses_operands
-    ops = _scattered_onto(block) if closed else block.ops
+    if rules.fuses_epilogues:
+        ops = _selected(block.ops) if rules.fuses_operands else block.ops
+        ops = _scattered_onto(ops, block.outputs)
+        block = Block(ops, block.inputs, block.outputs, block.carried)
     ends, epilogues = epilogues_of(block, not closed) if rules.fuses_epilogues else ({}, set[Op]())
-    for op in reversed(ops):
+    for op in reversed(block.ops):
         kept = any(value in needed for value in op.outputs) or op in ends.values()
         if op.name == "stack":
             kept = stacks is None or op.outputs[0] in stacks
@@ -144,20 +152,40 @@ def kernels(
     return _combined(written[::-1], rules)
 
 
-def _scattered_onto(block: Block) -> list[Op]:
-    """Return a block's operations, what is scattered into zeros and added as one that adds itself.
+def _zeros(ops: Sequence[Op]) -> set[Value]:
+    return {op.outputs[0] for op in ops if op.name == "broadcast_in_dim" and not op.inputs}
+
+
+def _selected(ops: Sequence[Op]) -> list[Op]:
+    """Return operations, what is scattered into zeros as one number of each row as a selection.
+
+    The gradient of a cross entropy, `softmax - one_hot(label)`, is computed number by number so.
+    """
+    zeros = _zeros(ops)
+    return [
+        Op("select_n", {}, op.inputs[1:], op.outputs)
+        if op.name == "scatter-add" and op.inputs[0] in zeros
+        and op.inputs[-1].size * op.outputs[0].shape[-1] == op.outputs[0].size
+        and not op.params["dimension_numbers"].update_window_dims
+        else op
+        for op in ops
+    ]  # fmt: skip
+
+
+def _scattered_onto(block_ops: Sequence[Op], results: Sequence[Value | None]) -> list[Op]:
+    """Return operations, what is scattered into zeros and added as one that adds itself.
 
     The gradient of a cross entropy is a softmax, from which one is taken at each label.
     """
-    readers = Counter(value for op in block.ops for value in op.inputs)
-    readers.update(value for value in block.outputs if value is not None)
-    zeros = {op.outputs[0] for op in block.ops if op.name == "broadcast_in_dim" and not op.inputs}
+    readers = Counter(value for op in block_ops for value in op.inputs)
+    readers.update(value for value in results if value is not None)
+    zeros = _zeros(block_ops)
     alone = {
-        op.outputs[0]: op for op in block.ops
+        op.outputs[0]: op for op in block_ops
         if op.name == "scatter-add" and op.inputs[0] in zeros and readers[op.outputs[0]] == 1
     }  # fmt: skip
     ops: dict[Op, None] = {}
-    for op in block.ops:
+    for op in block_ops:
         scattered = [value for value in op.inputs if value in alone]
         if op.name in ("add", "add_any") and len(scattered) == 1 and len(op.inputs) == 2:
             scatter = alone[scattered[0]]
@@ -215,7 +243,7 @@ def _combined(separate: list[Kernel], rules: CompilerRules) -> list[Kernel]:
     for kernel in separate:
         root = kernel.root
         depends = frozenset().union(*(above.get(value, ()) for value in kernel.reads))
-        if root.name in ("psum", "psum_invariant"):
+        if root.name in SUMS:
             waited = not before.isdisjoint(root.outputs)
             axes = root.params.get("axes"), root.params.get("axis_index_groups")
             same = groups[f"{waited} {axes}"]

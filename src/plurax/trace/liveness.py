@@ -24,17 +24,16 @@ Sources: XLA's `BufferAssignment` and `GlobalDecreasingSizeBestFitHeap`
 """
 
 import bisect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from plurax.jaxpr.compat import REDUCTIONS
 from plurax.trace import xla_cpu
-from plurax.trace.compiler_rules import CompilerRules, rules_of_memory
+from plurax.trace.compiler_rules import CompilerRules
 from plurax.trace.compilers import rules_of
 from plurax.trace.fast_memory import placed
 from plurax.trace.kernel_order import (
     breadth_first,
-    depth_first,
     gradients_late,
     list_order,
     products_late,
@@ -72,10 +71,7 @@ def temporaries(
     **Arguments:** `block`, a program; `state`, the inputs in whose memory its first results are;
     `rules`, of the compiler; `fast_memory`, bytes that are there beside a device's memory.
     """
-    loops = any(op.blocks and op.name != "cond" for op in block.ops)
-    rules = rules_of_memory(rules, loops)
-    multiplied = only_multiplied(block)
-    lifetimes = Lifetimes(rules, lambda value: rules.size(value, value in multiplied))
+    lifetimes = Lifetimes(rules, only_multiplied(block))
     homes = {
         result: old
         for result, old in zip(block.outputs, state, strict=False)
@@ -85,7 +81,7 @@ def temporaries(
     if not rules.overwrites_reduced:
         lifetimes.reduced.update(_reduced(found))
     lifetimes.run(block, found, homes)
-    if fast_memory and not loops:
+    if fast_memory:
         return pack(outside(lifetimes.buffers, int(fast_memory)))
     return pack(lifetimes.buffers)
 
@@ -102,18 +98,19 @@ class Buffer:
 class Lifetimes:
     """Runs kernels without computing anything, and notes when which memory is in use.
 
-    **Arguments:** `rules`, of the compiler; `size`, the bytes of an array in memory.
+    **Arguments:** `rules`, of the compiler; `multiplied`, values that only products read.
 
     **Attributes:** `buffers`, once `run` has returned; `reduced`, values in whose memory no result
     is, since a reduction reads them in the same kernel.
     """
 
-    def __init__(self, rules: CompilerRules, size: Callable[[Value], int]) -> None:
+    def __init__(self, rules: CompilerRules, multiplied: Set[Value]) -> None:
         self.buffers: list[Buffer] = []
         self.reduced: set[Value] = set()
-        self._rules, self._size = rules, size
+        self._rules, self._multiplied = rules, multiplied
         self._clock = 0
         self._of: dict[Value, Buffer] = {}
+        self._casts: dict[Value, Buffer] = {}
 
     def run(
         self,
@@ -152,14 +149,16 @@ class Lifetimes:
             if last.get(value) == len(order):
                 self._use(value)
 
+    def _size(self, value: Value) -> int:
+        return self._rules.size(value, value in self._multiplied)
+
     def _ordered(self, unordered: Sequence[Kernel], block: Block) -> list[Kernel]:
         if self._rules.order == "breadth first":
             return breadth_first(unordered, block)
-        if self._rules.order == "depth first":
-            return depth_first(breadth_first(unordered, block), self._size)
         order = list_order(unordered, block, self._size)
         if not self._rules.overlaps:
-            return order
+            convolves = any(kernel.has_any(["conv_general_dilated"]) for kernel in order)
+            return gradients_late(order) if convolves else order
         has_loops = bool(block.carried) or any(kernel.inner for kernel in order)
         return products_late(gradients_late(order), has_loops)
 
@@ -193,6 +192,18 @@ class Lifetimes:
             and constants.issuperset(op.inputs)
         ]  # fmt: skip
 
+    def _hoisted_casts(self, body: Block) -> list[Buffer]:
+        """Return the memory of what is rounded before a loop, or was before another one."""
+        if not self._rules.hoists_casts:
+            return []
+        constants = set(body.inputs) - {start for start, _ in body.carried}
+        kept = self._multiplied & self._of.keys()  # rounded where they were computed
+        rounded = constants & only_multiplied(body) - kept
+        for value in sorted(rounded - self._casts.keys(), key=body.inputs.index):
+            self._casts[value] = Buffer(self._rules.size(value, True), self._clock)
+            self.buffers.append(self._casts[value])
+        return [self._casts[value] for value in rounded]
+
     def _run_inside(
         self, kernel: Kernel, homes: Mapping[Value, Value], dying: Sequence[Value]
     ) -> set[Value]:
@@ -204,10 +215,11 @@ class Lifetimes:
             body = root.blocks[0]
             carried = {end: start for start, end in body.carried if end is not None}
             masks = [Buffer(self._size(mask), self._clock) for mask in self._hoisted_masks(body)]
+            casts = self._hoisted_casts(body)
             self.buffers += masks
             self.run(body, kernel.inner[0], carried)
-            for mask in masks:
-                mask.end = self._clock
+            for buffer in (*masks, *casts):
+                buffer.end = self._clock
             return passed
         pairs = list(zip(root.blocks, kernel.inner, strict=True))
         reads = [{*b.outputs, *(v for k in inner for v in k.reads)} for b, inner in pairs]

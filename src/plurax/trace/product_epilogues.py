@@ -21,7 +21,8 @@ from plurax.trace.step_trace import Block, Op, Value
 def epilogues_of(block: Block, reads_any: bool = False) -> tuple[dict[Op, Op], set[Op]]:
     """Return for each product with an epilogue its last operation, and all operations of these.
 
-    **Arguments:** `reads_any`, whether an epilogue reads what is computed in the block.
+    **Arguments:** `reads_any`, whether an epilogue reads what is computed in the block, and writes
+    more bytes than the product would.
     """
     readers = _readers(block)
     outside = set(block.inputs)
@@ -41,9 +42,10 @@ def epilogues_of(block: Block, reads_any: bool = False) -> tuple[dict[Op, Op], s
             own = end.outputs[0]
             result = reader.outputs[0]
             same = reader.name in ELEMENTWISE and result.size == own.size
-            if not same or result.bytes > own.bytes or reader in inside:
+            if not same or reader in inside:
                 break
-            if not reads_any and computed.intersection(reader.inputs) != {own}:
+            alone = computed.intersection(reader.inputs) == {own}
+            if not reads_any and (result.bytes > own.bytes or not alone):
                 break
             end = reader
             inside.add(end)

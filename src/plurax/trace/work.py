@@ -21,7 +21,7 @@ from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
 from plurax.jaxpr.product_dims import PRODUCTS
 from plurax.trace import xla_cpu
 from plurax.trace.collectives import collective_of
-from plurax.trace.compiler_rules import CompilerRules, rules_of_seconds
+from plurax.trace.compiler_rules import CompilerRules
 from plurax.trace.fast_memory import near_values, resident_values
 from plurax.trace.kernels import Kernel, kernels
 from plurax.trace.several_outputs import joined, unordered
@@ -157,7 +157,7 @@ def work_of_step(
     A pipeline runs the ticks of its schedule in one loop. In its body each action of each part of a
     stage (embedding, one layer, head) is a loop that runs or not.
     """
-    sizes, every = trace.plan.axes, kernels(trace.block, rules=rules_of_seconds(rules))
+    sizes, every = trace.plan.axes, kernels(trace.block, rules=rules)
     after = set(trace.block.ops[trace.update :])
     of = functools.partial(work_of, sizes=sizes, fast_memory=fast_memory)
     update = of([kernel for kernel in every if not after.isdisjoint(kernel.ops)])
@@ -186,7 +186,7 @@ def _is_tick_loop(kernel: Kernel) -> bool:
 
 def work(block: Block, sizes: Mapping[str, int], rules: CompilerRules = xla_cpu.RULES) -> Work:
     """Return what a device does in a block, on a mesh of these sizes, by a compiler's rules."""
-    return work_of(kernels(block, rules=rules_of_seconds(rules)), sizes)
+    return work_of(kernels(block, rules=rules), sizes)
 
 
 def work_of(
@@ -275,6 +275,8 @@ def _of_kernel(
         count = product.params.get("count", 1)
         return Work({_product(product, moved // count, kernel.rules): count}, kernels=1)
     if root.name == "operand" and len(kernel.ops) == 1:  # XLA's own, and not on every device
+        return Work()
+    if root.name == "order_after" and root.name not in kernel.rules.fusible:  # a barrier
         return Work()
     return Work(other_flops=_flops(kernel.ops), bytes=moved, kernels=1)
 

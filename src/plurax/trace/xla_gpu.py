@@ -34,7 +34,6 @@ RULES = dataclasses.replace(
     is_copied=lambda arrays, readers: arrays * readers < arrays + 1 + readers,
     overwrites_reduced=False,
     hoists_masks=True,
-    fuses_chains=True,
     fuses_epilogues=True,
     joins_kernels=True,
     overlaps=True,
