@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from benchmarks import charts, maxtext
+from benchmarks.absent_memory import allocated
 from benchmarks.harness import Worker
 from benchmarks.planning import ranking
 from benchmarks.recovery import Recovery, recovered
@@ -348,3 +349,12 @@ def test_the_table_beside_maxtext_has_each_figure_of_each_side():
     line, written = maxtext.table(stored).splitlines()[2], maxtext.table(stored).splitlines()[-1]
     assert line.split(" | ")[2:4] == ["1,234 / 1,234 / 1,234", "10 / 11 / 12"]
     assert written == "Compiled on 2026-01-02 with jax 1.2."
+
+
+def test_only_the_large_memory_of_a_table_of_buffers_is_counted():
+    table = """allocation 0: size 512, thread-local:
+ value: <1 x @0> (size=512,offset=0): f32[]
+allocation 250: size 1024, preallocated-temp:
+allocation 254: size 2048, color 1, preallocated-temp:
+"""
+    assert allocated(table) == 1024
