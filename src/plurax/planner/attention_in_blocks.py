@@ -19,6 +19,7 @@ from plurax.execute.placement import leading_dim
 from plurax.execute.transformed_task import has_attention
 from plurax.machine import Machine
 from plurax.planner.found import Found
+from plurax.planner.sizes import doublings
 from plurax.planner.wanted import Wanted
 
 STREAM = 512
@@ -49,7 +50,8 @@ def search_in_blocks(
             results = [search(wanted)]
         except errors.PlanError as error:
             refusal = error
-    splits = [] if {"context", "context_strategy"} & {*wanted.fields} else _doublings(machine)
+    held_context = {"context", "context_strategy"}.intersection(wanted.fields)
+    splits = [] if held_context else doublings(machine.devices)[1:]
     if results:
         splits = [n for n in splits if machine.devices // n <= leading_dim(wanted.batch)]
         wanted = wanted.unless_held(tensor=1, pipeline=1)
@@ -81,12 +83,3 @@ def _over(split: int, wanted: Wanted, search: Search) -> list[Found]:
 
 def _fastest(results: Sequence[Found]) -> float:
     return min((one.ranked[0].seconds for one in results), default=math.inf)
-
-
-def _doublings(machine: Machine) -> list[int]:
-    """Return the powers of two, from two on, that divide the devices.
-
-    >>> _doublings(Machine.preset("8xA100-80GB", nodes=3))
-    [2, 4, 8]
-    """
-    return [2**n for n in range(1, machine.devices.bit_length()) if machine.devices % 2**n == 0]

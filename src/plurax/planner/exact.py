@@ -9,6 +9,8 @@ which there are few, and the flow's marginals are exactly the strategies chosen 
     sum over d of z[v, r, s, d] = sum of x[producer, k] over the strategies k that give s
     sum over s of z[v, r, s, d] = sum of x[r, k] over the strategies k that take d
     y[v, s, d] >= z[v, r, s, d] for each reader r; y is what is paid: one copy for all readers
+    x[n, k] <= sum over n's operands v of z[v, n, d, d], where k takes d: in plans that tell
+    equations no strategies, some operand comes as the strategy takes it (`Problem.follows`)
 
 Layers that are equal share their variables (`plurax.planner.equal_layers`): the answer and the
 bound are of the choices that treat them alike.
@@ -140,8 +142,8 @@ class _IntegerProgram:
         self._whole = len(self._costs)
         # Equal values between equal nodes are one flow, which costs as often as there are values.
         equal = collections.Counter(self._key(value) for value in problem.graph.values)
-        # By value and reader, the columns that say in which sharding it comes as it is read.
-        self._same: dict[Any, dict[tuple[int, int], Columns]] = {}
+        # By value, reader and sharding, the column that says that it is read as it comes.
+        self._same: dict[Any, int] = {}
         for value in problem.graph.values:
             if count := equal.pop(self._key(value), 0):
                 self._value(value, count)
@@ -189,7 +191,6 @@ class _IntegerProgram:
         paid: dict[Any, int] = {}
         # A carry that is returned as it came has one sharding in any case.
         uses = [use for use in value.uses if use.node != value.node]
-        same = self._same[self._key(value)] = {}
         for use in uses:
             taken = self._by_sharding(use.node, "inputs", use.input)
             flow: dict[tuple[TensorSharding, TensorSharding], int] = {}
@@ -205,8 +206,8 @@ class _IntegerProgram:
                         if key not in paid:
                             paid[key] = self._variable(cost)
                         self._row([(paid[key], 1.0), (flow[s, d], -1.0)], 0, np.inf)
-            reader = self._classes[use.node], use.input
-            same[reader] = {s: [flow[s, s]] for s in produced if (s, s) in flow}
+            reader = self._key(value), self._classes[use.node], use.input
+            self._same |= {(*reader, s): flow[s, s] for s in produced if (s, s) in flow}
             for s, columns in produced.items():
                 out = [(flow[s, d], 1.0) for d in taken if (s, d) in flow]
                 self._row(out + [(column, -1.0) for column in columns], 0, 0)
@@ -217,17 +218,16 @@ class _IntegerProgram:
     def _follow(self) -> None:
         """Add for each strategy that some operand comes as it takes it."""
         graph, known = self._problem.graph, set()
-        for node, columns in enumerate(self._columns):
+        for node, (own, columns) in enumerate(zip(self._classes, self._columns, strict=True)):
             for choice, column in columns.items():
                 follows = self._problem.follows(node, choice)
-                entries = [(column, -1.0)]
-                for place, sharding in follows or ():
-                    same = self._same[self._key(graph.reads[node, place])]
-                    comes = same.get((self._classes[node], place), {}).get(sharding, [])
-                    entries += [(one, 1.0) for one in comes]
-                if follows is not None and (row := tuple(sorted(entries))) not in known:
+                if follows is None:
+                    continue
+                reads = [(self._key(graph.reads[node, i]), own, i, s) for i, s in follows]
+                comes = sorted(self._same[read] for read in reads if read in self._same)
+                if (row := (column, *comes)) not in known:
                     known.add(row)
-                    self._row(entries, 0, np.inf)
+                    self._row([(column, -1.0), *((one, 1.0) for one in comes)], 0, np.inf)
 
     def _by_sharding(self, node: int, side: str, place: int) -> Columns:
         """Return the columns of a node's strategies by the sharding of an input or an output."""

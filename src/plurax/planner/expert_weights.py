@@ -22,6 +22,7 @@ from plurax.execute.rows import abstract_rows
 from plurax.jaxpr.compat import Scan, is_call_or_remat
 from plurax.jaxpr.interpret import interpret
 from plurax.machine import Machine
+from plurax.planner.sizes import doublings
 from plurax.planner.wanted import Wanted
 from plurax.task import Task
 
@@ -38,8 +39,7 @@ def fields_of_rows_sent(wanted: Wanted, machine: Machine) -> Iterator[dict[str, 
         return
     if any(getattr(pinned, name) > 1 for name in ("tensor", "context") if name in held):
         return
-    stages = [2**n for n in range(machine.devices.bit_length()) if machine.devices % 2**n == 0]
-    for pipeline in [pinned.pipeline] if "pipeline" in held else stages:
+    for pipeline in [pinned.pipeline] if "pipeline" in held else doublings(machine.devices):
         data = pinned.data if "data" in held else machine.devices // pipeline
         among = 1 < data <= machine.devices // pipeline
         rules = expert_rules(task, wanted.batch, data) if among else {}

@@ -12,7 +12,6 @@ so that two readers of one sharding share one copy. `Problem.cost` is this sum.
 import dataclasses
 import difflib
 import functools
-import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,8 +98,7 @@ class Problem:
         ]
         for path, inputs in (pinned or {}).items():
             self._pin(path, tuple(inputs))
-        every = self._operands_by_rules() if by_rules else itertools.repeat(())
-        self._operands = [one for _, one in zip(graph.nodes, every, strict=False)]
+        self._operands = [*self._operands_by_rules()] if by_rules else [()] * len(graph.nodes)
         self.reshard = functools.cache(functools.partial(costs.reshard, graph.axes))
 
     def _costs_of(self, index: int, within: Within | None) -> list[float]:

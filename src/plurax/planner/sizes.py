@@ -31,3 +31,12 @@ class Sizes(NamedTuple):
     def parts(self) -> int:
         """The number of microbatches of a step, on all devices of `data`."""
         return parts_of(self.microbatches, self.data)
+
+
+def doublings(devices: int) -> list[int]:
+    """Return the powers of two that divide a number of devices.
+
+    >>> doublings(24)
+    [1, 2, 4, 8]
+    """
+    return [2**n for n in range(devices.bit_length()) if devices % 2**n == 0]
