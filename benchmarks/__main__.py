@@ -61,11 +61,12 @@ def main() -> int:
             for row in MEASUREMENTS[name](run):
                 rows.append(row)
                 console.print(f"  {one_line(row)}", highlight=False)
+                # After each row, so that a run that is stopped keeps what it has.
+                write(path, description, rows)
         except WorkerFailedError as error:
             rows.append(Skipped(name, "the rest", "a worker failed"))
             console.print(str(error), markup=False)
             failed = True
-        # After each measurement, so that a run that is stopped keeps what it has.
         write(path, description, rows)
     print_table(rows)
     console.print(f"wrote {path}")

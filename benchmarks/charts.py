@@ -26,7 +26,7 @@ CHARTS = {
     ),
     "benchmarks-devices.png": (
         "Several devices, several processes",
-        ("divided", "pipelines", "servers", "uneven", "recovery", "reliability", "hosts"),
+        ("gpu", "divided", "pipelines", "servers", "uneven", "recovery", "reliability", "hosts"),
     ),
     "benchmarks-sources.png": ("Sources of data", ("sources",)),
 }  # fmt: skip

@@ -32,15 +32,13 @@ PEERS: dict[str, dict[str, dict[str, Any]]] = {
     "data=2, tensor=4": {"Keras ModelParallel": {"mesh": [2, 4]}},
 }
 """For each split, the frameworks that have the same."""
-REMAT = ("none", "dots", "full", "offload")
 
 
 def divided(run: Run) -> Iterator[Row]:
-    """A transformer under each plan: time, bytes sent and memory; and on one GPU."""
+    """A transformer under each plan: time, bytes sent and memory."""
     for case in run.sizes.divided:
         for split in case.splits:
             yield from _split(run, case, split)
-    yield from _one_gpu(run)
 
 
 def _split(run: Run, case: sizes.DividedCase, split: str) -> Iterator[Row]:
@@ -48,7 +46,7 @@ def _split(run: Run, case: sizes.DividedCase, split: str) -> Iterator[Row]:
     name = f"{case.name}, {split}"
     how = sizes.SPLITS[split]
     devices = how.get("data", 1) * how.get("tensor", 1)
-    settings = _settings(run, case.network, devices)
+    settings = divided_settings(run, case.network, devices)
     with ExitStack() as stack:
         try:
             mine = stack.enter_context(run.jax("jax_divided", settings | {"split": how}))
@@ -67,7 +65,7 @@ def _split(run: Run, case: sizes.DividedCase, split: str) -> Iterator[Row]:
             except WorkerSkippedError as reason:
                 yield Skipped("divided", f"{name}, {peer}", str(reason))
                 continue
-            _check_same(mine, worker)
+            check_same(mine, worker)
             peers[peer] = Side(worker, "step")
         if peers:
             yield from _race(name, ours, peers, case.peer_repeats, PEER_TARGET)
@@ -84,13 +82,14 @@ def _race(
         yield compare("divided", name, against, mine, seconds, target, facts)
 
 
-def _check_same(mine: Worker, other: Worker) -> None:
+def check_same(mine: Worker, other: Worker) -> None:
     """The same network: as many parameters, and the same loss before training."""
     assert other.facts["parameters"] == mine.facts["parameters"], other.facts
     assert abs(other.facts["first_loss"] - mine.facts["first_loss"]) < 1e-2, other.facts
 
 
-def _settings(run: Run, network: sizes.Bytewise, devices: int) -> dict[str, Any]:
+def divided_settings(run: Run, network: sizes.Bytewise, devices: int) -> dict[str, Any]:
+    """Settings of a worker that trains the transformer of the example."""
     return {
         **dataclasses.asdict(network),
         "devices": devices,
@@ -121,57 +120,6 @@ def _costs(name: str, mine: dict[str, Any], other: dict[str, Any]) -> Check:
         and memory <= MORE * memory_by_hand,
         facts={"plurax": mine, "by hand": other},
     )
-
-
-# ---- one GPU -----------------------------------------------------------------------------------
-
-
-def _one_gpu(run: Run) -> Iterator[Row]:
-    """Throughput in bfloat16, and how deep a network trains with what is computed again."""
-    case = run.sizes.one_gpu
-    network = case.network
-    size = f"width {network.width}, depth {network.depth}, batch {network.batch} × {network.window}"
-    name = f"one GPU, bfloat16, {size}"
-    deepest = f"one GPU, bfloat16, the deepest of width {network.width}"
-    if run.platform != "gpu":
-        yield Skipped("divided", name, "needs a GPU")
-        yield Skipped("divided", deepest, "needs a GPU")
-        return
-    against = "PyTorch torch.compile"
-    settings = _settings(run, network, 1) | {"work": "time"}
-    with ExitStack() as stack:
-        try:
-            mine = stack.enter_context(run.jax("jax_one_gpu", settings))
-            other = stack.enter_context(run.peer(against, settings | {"way": "compiled"}))
-        except WorkerSkippedError as reason:
-            yield Skipped("divided", name, str(reason))
-        else:
-            _check_same(mine, other)
-            sides = [Side(mine, "plurax", case.units), Side(other, "step", case.units)]
-            ours, theirs = take_turns(sides, case.repeats)
-            tokens = network.batch * network.window
-            facts = mine.facts | {"tokens_per_step": tokens}
-            yield compare("divided", name, against, ours, theirs, PEER_TARGET, facts)
-    for remat in REMAT:
-        # A process for each: what one allocated is not missing to the next.
-        settings |= {"work": "depth", "remat": remat, "deepest": case.deepest}
-        try:
-            worker = run.jax("jax_one_gpu", settings)
-        except WorkerSkippedError as reason:
-            yield Skipped("divided", f"{deepest}, remat={remat}", str(reason))
-            continue
-        with worker:
-            found = worker.facts
-        yield Check(
-            group="divided",
-            name=f"{deepest}, remat={remat}",
-            found=f"{found['depth']:,} blocks, {found['parameters'] / 1e6:,.0f}M parameters, "
-            f"{_mib(found['peak_bytes'])} of {_mib(found['memory'])}; one step "
-            f"{found['seconds']:.2f} s",
-            wanted="",
-            reached=None,
-            facts=found,
-        )
 
 
 def _mib(count: int) -> str:

@@ -89,6 +89,10 @@ class Worker:
     def __enter__(self) -> Self:
         return self
 
+    def close(self) -> None:
+        """Let the process end, and wait for it."""
+        self.__exit__(None, None, None)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -11,6 +11,7 @@ JAX. Seconds are medians of steps in turns.
 
 import argparse
 import functools
+import math
 import statistics
 import sys
 import time
@@ -32,15 +33,21 @@ ROUNDS = 7
 
 
 def as_written(q: Any, k: Any, v: Any) -> Any:
-    """Causal attention of `(B, T, N, H)`."""
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+    """Causal attention of `(B, T, N, H)`, its softmax in float32."""
+    scores = _product("btnh,bsnh->bnts", q, k) / math.sqrt(q.shape[-1])
     seen = jnp.tril(jnp.ones(scores.shape[2:], bool))[None, None]
-    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.where(seen, scores, -1e30)), v)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30)).astype(v.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def _product(dims: str, x: Any, y: Any) -> Any:
+    """A product of two arrays of one dtype, summed and returned in float32 or more."""
+    return jnp.einsum(dims, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _scores(q: Any, k: Any, start: Any) -> Any:
     """Scores of all queries and the block of keys from `start` on, masked."""
-    scores = jnp.einsum("bnth,bnsh->bnts", q, k) / np.sqrt(q.shape[-1])
+    scores = _product("bnth,bnsh->bnts", q, k) / math.sqrt(q.shape[-1])
     rows, columns = jnp.arange(q.shape[2])[:, None], start + jnp.arange(k.shape[2])[None]
     return jnp.where((columns <= rows)[None, None], scores, -1e30)
 
@@ -48,7 +55,7 @@ def _scores(q: Any, k: Any, start: Any) -> Any:
 def _blocks(x: Any) -> Any:
     """`(B, N, S, H)` as blocks `(S / block, B, N, block, H)`."""
     b, n, s, h = x.shape
-    return jnp.moveaxis(x.reshape(b, n, s // BLOCK, BLOCK, h), 2, 0)
+    return jnp.moveaxis(x.reshape(b, n, -1, min(BLOCK, s), h), 2, 0)
 
 
 @jax.custom_vjp
@@ -64,34 +71,36 @@ def _forward(q: Any, k: Any, v: Any) -> Any:
         new = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new[..., None])
         scale = jnp.exp(top - new)
-        out = out * scale[..., None] + jnp.einsum("bnts,bnsh->bnth", weights, v)
+        out = out * scale[..., None] + _product("bnts,bnsh->bnth", weights.astype(v.dtype), v)
         return (new, total * scale + weights.sum(-1), out), None
 
     rows = q.shape[:3]
-    start = jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros(q.shape)
-    starts = jnp.arange(0, k.shape[2], BLOCK)
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    start = jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros(q.shape, dtype)
+    starts = jnp.arange(0, k.shape[2], min(BLOCK, k.shape[2]))
     (top, total, out), _ = lax.scan(add, start, (_blocks(k), _blocks(v), starts))
-    out = out / total[..., None]
+    out = (out / total[..., None]).astype(q.dtype)
     return out, (q, k, v, out, top + jnp.log(total))
 
 
 def _backward(kept: Any, d_out: Any) -> Any:
     q, k, v, out, log_sum = kept
-    delta = (d_out * out).sum(-1)
+    delta = (d_out * out).astype(log_sum.dtype).sum(-1)
 
     def add(d_q: Any, block: Any) -> Any:
         k, v, start = block
         weights = jnp.exp(_scores(q, k, start) - log_sum[..., None])
-        d_weights = jnp.einsum("bnth,bnsh->bnts", d_out, v)
-        d_scores = weights * (d_weights - delta[..., None]) / np.sqrt(q.shape[-1])
-        d_q = d_q + jnp.einsum("bnts,bnsh->bnth", d_scores, k)
+        d_weights = _product("bnth,bnsh->bnts", d_out, v)
+        d_scores = weights * (d_weights - delta[..., None]) / math.sqrt(q.shape[-1])
+        d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
+        d_q = d_q + _product("bnts,bnsh->bnth", d_scores, k)
         d_k = jnp.einsum("bnts,bnth->bnsh", d_scores, q)
         return d_q, (d_k, jnp.einsum("bnts,bnth->bnsh", weights, d_out))
 
-    starts = jnp.arange(0, k.shape[2], BLOCK)
-    d_q, rows = lax.scan(add, jnp.zeros(q.shape), (_blocks(k), _blocks(v), starts))
+    starts = jnp.arange(0, k.shape[2], min(BLOCK, k.shape[2]))
+    d_q, rows = lax.scan(add, jnp.zeros(q.shape, delta.dtype), (_blocks(k), _blocks(v), starts))
     d_k, d_v = (jnp.moveaxis(x, 0, 2).reshape(k.shape) for x in rows)
-    return d_q, d_k, d_v
+    return d_q.astype(q.dtype), d_k, d_v
 
 
 _by_hand.defvjp(_forward, _backward)

@@ -8,6 +8,7 @@ from benchmarks import sizes
 from benchmarks.callbacks import callbacks
 from benchmarks.compiling import compiling
 from benchmarks.divided import divided
+from benchmarks.gpu import gpu
 from benchmarks.harness import (
     Check,
     Row,
@@ -210,6 +211,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "inference": inference,
     "max_batch_size": max_batch_size,
     "members": members,
+    "gpu": gpu,
     "divided": divided,
     "pipelines": pipelines,
     "compile": compiling,

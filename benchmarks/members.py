@@ -45,7 +45,7 @@ def members(run: Run) -> Iterator[Row]:
     for case in run.sizes.members:
         with ExitStack() as stack:
             try:
-                settings = _settings(run, case, stack)
+                settings = members_settings(run, case, stack)
                 if _limited(run, case):
                     settings["limits"] = dataclasses.asdict(run.sizes.limits)
                 mine = stack.enter_context(run.jax("jax_members", settings))
@@ -71,7 +71,7 @@ def _limited(run: Run, case: sizes.MembersCase) -> bool:
     return case == run.sizes.members[0]
 
 
-def _settings(run: Run, case: sizes.MembersCase, stack: ExitStack) -> dict[str, Any]:
+def members_settings(run: Run, case: sizes.MembersCase, stack: ExitStack) -> dict[str, Any]:
     """For all workers of a case; the data go to a file. Raises `WorkerSkippedError`."""
     try:
         data: dict[str, Any] = populations.DATA[case.data]()
@@ -101,6 +101,7 @@ def _settings(run: Run, case: sizes.MembersCase, stack: ExitStack) -> dict[str, 
         "devices": DEVICES[run.platform],
         "plan": case.plan,
         "learning_rate": sizes.LEARNING_RATE,
+        "scan": True,
     }
 
 

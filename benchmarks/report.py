@@ -29,6 +29,7 @@ TITLES = {
     "inference": "Inference",
     "max_batch_size": "The largest batch",
     "members": "Many small networks",
+    "gpu": "One GPU",
     "divided": "One network, split",
     "pipelines": "One network, in stages",
     "compile": "Compiling, and what a step costs the host",

@@ -231,13 +231,26 @@ class CompilingCase:
 
 
 @dataclasses.dataclass(frozen=True)
-class OneGpu:
-    """A network on one GPU in bfloat16; how deep it may be, at most `deepest`, with each remat."""
+class Gpu:
+    """What is measured on one GPU, within `minutes`.
 
-    network: Bytewise
-    units: int
-    repeats: int
+    **Fields:** `rounds` of turns of about `turn` seconds for each row of `gpu_rows`; `members`,
+    populations; `model`, fields of `gpt.Gpt`, as deep as is said to fit, at most `deepest`, in
+    batches of `rows` with each of `remat`, in so many bytes of `memory`, None for the device's;
+    `network`, in bfloat16 beside PyTorch; `quick`, the small rows, on any device.
+    """
+
+    rounds: int
+    turn: float
+    minutes: float
+    members: tuple[MembersCase, ...]
+    model: dict[str, int]
+    rows: int
+    remat: tuple[str, ...]
     deepest: int
+    network: Bytewise
+    memory: int | None = None
+    quick: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -491,7 +504,7 @@ class Sizes:
     limits: Limits
     """Of the first case of `members`."""
     divided: tuple[DividedCase, ...]
-    one_gpu: OneGpu
+    gpu: Gpu
     pipelines: PipelinesCase
     compiling: CompilingCase
     searches: tuple[SearchCase, ...]
@@ -592,7 +605,27 @@ FULL = Sizes(
         DividedCase("0.9M parameters", Bytewise(128, 4, 8, 128, batch=16), 21, 5),
         DividedCase("4.9M parameters", Bytewise(256, 6, 8, 128, batch=16), 11, 3),
     ),
-    one_gpu=OneGpu(Bytewise(1024, 12, 16, 512, batch=32), units=5, repeats=15, deepest=4096),
+    gpu=Gpu(
+        rounds=7,
+        turn=0.1,
+        minutes=6.5,
+        members=(
+            MembersCase(
+                "spirals",
+                "spirals",
+                _SPIRALS,
+                batch=100,
+                epochs=100,
+                resampled=False,
+                repeats={10: 9, 100: 9, 1000: 7},
+            ),
+        ),
+        model={"depth": 1, "width": 1024, "heads": 16, "vocabulary": 50304, "tokens": 1024},
+        rows=8,
+        remat=("none", "dots", "full", "offload"),
+        deepest=1024,
+        network=Bytewise(1024, 12, 16, 512, batch=32),
+    ),
     pipelines=PipelinesCase(
         "transformer, 16 layers, 3.2M parameters",
         _DEEP_TRANSFORMER,
@@ -802,7 +835,23 @@ QUICK = Sizes(
             splits=("data=8, zero=3", "tensor=8, by token between layers"),
         ),
     ),
-    one_gpu=OneGpu(Bytewise(64, 2, 4, 32, batch=8), units=2, repeats=3, deepest=8),
+    gpu=Gpu(
+        rounds=2,
+        turn=0.01,
+        minutes=5,
+        members=(
+            MembersCase(
+                "spirals", "spirals", Mlp((2, 8, 2)), 50, 2, resampled=False, repeats={3: 2}
+            ),
+        ),
+        model={"depth": 1, "width": 32, "heads": 2, "vocabulary": 64, "tokens": 32},
+        rows=4,
+        remat=("none",),
+        deepest=8,
+        network=Bytewise(64, 2, 4, 32, batch=8),
+        memory=2**20,
+        quick=True,
+    ),
     pipelines=PipelinesCase(
         "transformer, tiny",
         dataclasses.replace(_TINY, layers=4),

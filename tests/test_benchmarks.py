@@ -80,8 +80,26 @@ def test_a_divided_network_is_measured_beside_jax_by_hand(tmp_path):
     checks = [row for row in rows if row["row"] == "check"]
     assert len(checks) == len(compared)
     assert all(row["facts"]["by hand"]["collective_bytes"] > 0 for row in checks)
-    skipped = {row["reason"] for row in rows if row["row"] == "skipped"}
-    assert "needs a GPU" in skipped
+
+
+@pytest.mark.slow
+def test_the_rows_of_a_gpu_are_measured_by_one_command(tmp_path):
+    rows = quick("gpu", tmp_path)
+    compared = [row for row in rows if row["row"] == "comparison"]
+    assert {row["against"] for row in compared} == {
+        "JAX by hand",
+        "JAX by hand, its blocks by hand",
+        "JAX by hand, as written",
+        "JAX by hand, vmap of a scan",
+    }
+    assert all(row["plurax"]["median"] > 0 and row["other"]["median"] > 0 for row in compared)
+    parity, *steps, machine, _, deepest = [row for row in rows if row["row"] == "check"]
+    assert parity["reached"]
+    assert deepest["reached"]
+    assert {side for row in steps for side in row["facts"]["losses"]} > {"plurax", "JAX by hand"}
+    assert machine["facts"]["memory_bandwidth"] > 0
+    (skipped,) = [row for row in rows if row["row"] == "skipped"]
+    assert skipped["name"].endswith("PyTorch torch.compile")
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """Populations of small networks in JAX: plurax, and by hand in one program or one after another.
 
-For each number of networks K of `settings["counts"]` the sides `plurax, K`, `vmap, K` and
-`scan, K`, each of which trains all of them once. With `settings["limits"]` also `matrix product`
-and `triad`, and `halving, K` for each K there.
+For each number of networks K of `settings["counts"]` the sides `plurax, K`, `vmap, K` and, where
+`settings["scan"]` says so, `scan, K`, each of which trains all of them once. With
+`settings["limits"]` also `matrix product` and `triad`, and `halving, K` for each K there.
 """
 
 import operator
@@ -45,7 +45,8 @@ def build(settings: Settings) -> tuple[Sides, Facts]:
             "plurax_compile_seconds": seconds,
         }
         mine = None if rows is None else rows[:count]
-        by, compiled = _by_hand(task, optimizer, settings["steps"], data, mine, count)
+        scan = settings["scan"]
+        by, compiled = _by_hand(task, optimizer, settings["steps"], data, mine, count, scan)
         sides |= by
         facts[str(count)] |= compiled
         if count == max(settings["counts"]) and "limits" in settings:
@@ -100,8 +101,9 @@ def _by_hand(
     data: dict[str, np.ndarray],
     rows: np.ndarray | None,
     count: int,
+    scan: bool,
 ) -> tuple[Sides, Facts]:
-    """All networks in one program, and a program for one, called for each of them."""
+    """All networks in one program, and with `scan` a program for one, called for each of them."""
     train = by_hand.make_training(task.loss, optimizer, steps)
 
     def init(key: Array) -> by_hand.State:
@@ -109,30 +111,28 @@ def _by_hand(
         return params, optimizer.init(params)
 
     state = jax.jit(jax.vmap(init))(jax.random.split(jax.random.key(0), count))
-    host = jax.device_get(state)
-    states = [jax.device_put(jax.tree.map(operator.itemgetter(i), host)) for i in range(count)]
     placed = jax.device_put(data)
     of_all = jax.device_put(rows)
-    of_each = [None if rows is None else jax.device_put(rows[i]) for i in range(count)]
-
     at_once = jax.jit(jax.vmap(train, in_axes=(0, None, 0)), donate_argnums=0)
-    one = jax.jit(train, donate_argnums=0)
     begun = time.perf_counter()
     compiled_all = at_once.lower(state, placed, of_all).compile()
-    compiled = time.perf_counter()
-    compiled_one = one.lower(states[0], placed, of_each[0]).compile()
-    facts = {
-        "vmap_compile_seconds": compiled - begun,
-        "scan_compile_seconds": time.perf_counter() - compiled,
-    }
+    facts = {"vmap_compile_seconds": time.perf_counter() - begun}
+    sides: Sides = {}
+    if scan:
+        # Before the first turn of the others, which is given the state and overwrites it.
+        host = jax.device_get(state)
+        states = [jax.device_put(jax.tree.map(operator.itemgetter(i), host)) for i in range(count)]
+        of_each = [None if rows is None else jax.device_put(rows[i]) for i in range(count)]
+        one = jax.jit(train, donate_argnums=0)
+        begun = time.perf_counter()
+        compiled_one = one.lower(states[0], placed, of_each[0]).compile()
+        facts["scan_compile_seconds"] = time.perf_counter() - begun
 
-    def each(states: list[by_hand.State]) -> list[by_hand.State]:
-        return [compiled_one(s, placed, r)[0] for s, r in zip(states, of_each, strict=True)]
+        def each(states: list[by_hand.State]) -> list[by_hand.State]:
+            return [compiled_one(s, placed, r)[0] for s, r in zip(states, of_each, strict=True)]
 
-    sides = {
-        f"vmap, {count}": carry(lambda state: compiled_all(state, placed, of_all)[0], state),
-        f"scan, {count}": carry(each, states),
-    }
+        sides[f"scan, {count}"] = carry(each, states)
+    sides[f"vmap, {count}"] = carry(lambda state: compiled_all(state, placed, of_all)[0], state)
     return sides, facts
 
 
