@@ -23,7 +23,7 @@ import plurax as px
 from plurax.execute.layouts.state_shardings import stacks
 from plurax.jaxpr import compat
 from plurax.jaxpr.compat import Scan, is_call
-from plurax.jaxpr.interpret import all_equations, interpret
+from plurax.jaxpr.interpret import all_equations, flat_equations, interpret
 from plurax.partition.manual import _HANDLERS, eval_manual_body
 from plurax.partition.operators import RULES
 
@@ -207,6 +207,25 @@ def test_every_parameter_in_the_code_is_in_the_table():
     known = {name for names in PARAMETERS.values() for name in names} | ours
     for path, tree, _ in reading_modules():
         assert set(read_parameters(tree)) <= known, path
+
+
+def test_equations_in_place_of_a_call():
+    doubled = jax.jit(lambda x: 2 * x, inline=compat.AS_EQUATIONS)
+    assert [eqn.primitive.name for eqn in jax.make_jaxpr(doubled)(1.0).eqns] == ["mul"]
+
+
+@pytest.mark.parametrize("fun", [
+    lambda x: jnp.stack([x, 2 * x], 1), lambda x: jnp.unstack(x, axis=1), tuple,
+    lambda x: jnp.tile(x, (2, 1, 3)),
+])  # fmt: skip
+def test_an_operation_that_is_a_few_others(fun):
+    """What is evaluated in their place gives the same numbers."""
+    x = np.arange(24.0).reshape(2, 3, 4)
+    closed = jax.make_jaxpr(fun)(x)
+    by_others = interpret(closed.jaxpr, closed.consts, [x], inline=compat.is_call)
+    assert all(map(np.array_equal, by_others, jax.tree.leaves(fun(x))))
+    flat = flat_equations(closed.jaxpr.eqns, closed.jaxpr.outvars)
+    assert {eqn.primitive.name for eqn in flat.eqns}.isdisjoint(["stack", "unstack", "tile"])
 
 
 def test_the_names_of_one_version():

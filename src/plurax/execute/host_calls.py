@@ -24,7 +24,7 @@ import jax
 from jax.sharding import Mesh
 
 from plurax import errors
-from plurax.jaxpr.compat import CUSTOM_PARTITIONED, HOST_CALLS, open_jaxpr
+from plurax.jaxpr.compat import AS_EQUATIONS, CUSTOM_PARTITIONED, HOST_CALLS, open_jaxpr
 from plurax.jaxpr.interpret import all_equations, interpret, source_line
 from plurax.mesh import on_devices
 from plurax.partition.manual import eval_manual_body
@@ -59,7 +59,7 @@ def on_devices_with_host_calls(
 
     def run(*args: Any) -> Any:
         # Inline, it is the `shard_map` alone, of whose body there is one trace.
-        mapped = jax.jit(on_devices(fun, mesh, axes, kinds, takes, gives), inline=True)
+        mapped = jax.jit(on_devices(fun, mesh, axes, kinds, takes, gives), inline=AS_EQUATIONS)
         closed, shapes = jax.make_jaxpr(mapped, return_shape=True)(*args)
         equations = list(all_equations(closed.jaxpr))
         calls = [eqn for eqn in equations if eqn.primitive.name in _ALL_MANUAL]

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from plurax.jaxpr.compat import AS_EQUATIONS
+
 
 def over_members(
     step: Callable[..., tuple[PyTree, PyTree]], chunk: int | None, *, keep: bool = True
@@ -86,4 +88,4 @@ def traced_once(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     The equations are part of the caller's, as those of `fun` itself would be.
     """
-    return jax.jit(fun, inline=True)
+    return jax.jit(fun, inline=AS_EQUATIONS)

@@ -10,6 +10,8 @@ and `ONLY_NEWER` list those that one version has), so an update of JAX shows wha
     `jnp.log2(x)`                  `log`, `div`                  `log2`
     a call of a closed jaxpr       `closed_call`                 `eval_jaxpr`
     `lax.custom_root`              `custom_jvp_call`             `call_hi_primitive`
+    equations instead of a call    `jit(inline=True)`            `jit(inline=Inline.JAX_EARLY)`
+    `q, k, v = x`, `jnp.stack`     `slice`, `concatenate`, ...   `unstack`, `stack`
 """
 
 import dataclasses
@@ -56,6 +58,10 @@ REDUCTIONS = frozenset([
 """Reductions over the dims in the parameter `axes`."""
 # fmt: on
 
+AS_EQUATIONS: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+"""`jax.jit(fun, inline=AS_EQUATIONS)` leaves no call in what is traced, but the equations of `fun`;
+since JAX 0.11 `inline=True` leaves the call until it is lowered."""
+
 ANNOTATIONS = frozenset(["annotate", "sharding_constraint"])
 """Equations that may give their operand a sharding; its entries stay as they are."""
 
@@ -67,7 +73,26 @@ CUSTOM_PARTITIONED = frozenset(
 ) | {"custom_partitioning", "scaled_matmul_wrapper"}
 """Operations that bring a partitioner of their own."""
 
+_SPELLED_OUT: dict[str, Callable[..., Any]] = {
+    "stack": lambda *arrays, axis: lax.concatenate(
+        [lax.expand_dims(x, [axis]) for x in arrays], axis
+    ),
+    "unstack": lambda x, *, axis: [
+        lax.squeeze(lax.slice_in_dim(x, i, i + 1, axis=axis), [axis]) for i in range(x.shape[axis])
+    ],
+    "tile": lambda x, *, reps: lax.reshape(
+        lax.broadcast_in_dim(
+            x,
+            [size for pair in zip(reps, x.shape, strict=True) for size in pair],
+            range(1, 2 * x.ndim, 2),
+        ),
+        [count * size for count, size in zip(reps, x.shape, strict=True)],
+    ),
+}
+"""Operations that are a few others, by which everything that reads them takes them."""
+
 INLINED = {
+    **dict.fromkeys(_SPELLED_OUT, ""),
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",
@@ -79,7 +104,7 @@ INLINED = {
 }
 """Calls that can be evaluated in place, and the parameter that holds the called jaxpr."""
 
-PLAIN_CALLS = frozenset(["jit", "closed_call", "eval_jaxpr"])
+PLAIN_CALLS = frozenset(["jit", "closed_call", "eval_jaxpr", *_SPELLED_OUT])
 """Those without a derivative or a rule of their own."""
 
 REMAT = {"remat2": "jaxpr"}
@@ -125,10 +150,23 @@ def called_jaxpr(eqn: Any) -> tuple[Any, list[Any]]:
         # The parameter holds an object of a private class: its function is traced only now, in the
         # mesh of the equation.
         expand = functools.partial(eqn.primitive.to_lojax, **params)
-        avals: list[Any] = [atom.aval for atom in eqn.invars]
-        with jax.sharding.use_abstract_mesh(avals[0].sharding.mesh):
-            return open_jaxpr(jax.make_jaxpr(expand)(*avals))
+        return _traced(expand, [atom.aval for atom in eqn.invars])
+    if name in _SPELLED_OUT:
+        return _spelled_out(name, tuple(a.aval for a in eqn.invars), tuple(params.items()))
     return open_jaxpr(params[(INLINED | REMAT)[name]])
+
+
+@functools.lru_cache(maxsize=1024)
+def _spelled_out(
+    name: str, avals: tuple[Any, ...], params: tuple[tuple[str, Any], ...]
+) -> tuple[Any, list[Any]]:
+    return _traced(functools.partial(_SPELLED_OUT[name], **dict(params)), avals)
+
+
+def _traced(fun: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return the jaxpr of a function, traced in the mesh of its operands, and the constants."""
+    with jax.sharding.use_abstract_mesh(avals[0].sharding.mesh):
+        return open_jaxpr(jax.make_jaxpr(fun)(*avals))
 
 
 def call_operands(eqn: Any, operands: Sequence[Any]) -> list[Any]:

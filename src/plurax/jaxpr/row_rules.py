@@ -325,16 +325,6 @@ def _concatenate(eqn: Any, levels: Sequence[Levels]) -> Levels:
     return np.concatenate(parts, dim)
 
 
-def _stack(eqn: Any, levels: Sequence[Levels]) -> Levels:
-    shape = np.broadcast_shapes(*(one.shape for one in levels))
-    return np.stack([np.broadcast_to(one, shape) for one in levels], eqn.params["axis"])
-
-
-def _unstack(eqn: Any, levels: Sequence[Levels]) -> list[Levels]:
-    (one, *_), axis = levels, eqn.params["axis"]
-    return [one.take(0 if one.shape[axis] == 1 else i, axis) for i in range(len(eqn.outvars))]
-
-
 def _split(eqn: Any, levels: Sequence[Levels]) -> list[Levels]:
     (one, *_), axis = levels, eqn.params["axis"]
     if one.shape[axis] == 1:
@@ -360,13 +350,6 @@ def _pad(eqn: Any, levels: Sequence[Levels]) -> Levels:
     return base
 
 
-def _tile(eqn: Any, levels: Sequence[Levels]) -> Levels:
-    one, reps = levels[0], eqn.params["reps"]
-    return np.tile(
-        one, [n if size > 1 else 1 for n, size in zip((*reps, 1), one.shape, strict=True)]
-    )
-
-
 _MOVES: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast_in_dim,
@@ -375,11 +358,8 @@ _MOVES: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
     "slice": _slice,
     "rev": _rev,
     "concatenate": _concatenate,
-    "stack": _stack,
-    "unstack": _unstack,
     "split": _split,
     "pad": _pad,
-    "tile": _tile,
 }
 
 

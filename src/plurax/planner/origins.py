@@ -20,7 +20,7 @@ from plurax.planner.graph import Graph
 VIEWS = frozenset([
     "annotate", "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type",
     "copy", "expand_dims", "name", "optimization_barrier", "pad", "reduce_precision", "reshape",
-    "sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "transpose", "unstack",
+    "sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "transpose",
 ])  # fmt: skip
 
 

@@ -36,12 +36,12 @@ Placement = tuple[int | str | None, ...]
 
 PARTIAL = "partial"
 _SAME_DIM = ELEMENTWISE | frozenset(
-    ["concatenate", "dynamic_update_slice", "sort", "stack", "select_and_gather_add"]
+    ["concatenate", "dynamic_update_slice", "sort", "select_and_gather_add"]
 )
 _VIEWS = frozenset(
     ["broadcast_in_dim", "iota", "reshape", "squeeze", "copy", "name", "stop_gradient"]
 )
-_ROWS = frozenset(["gather", "dynamic_slice", "slice", "split", "unstack"])
+_ROWS = frozenset(["gather", "dynamic_slice", "slice", "split"])
 
 
 @dataclasses.dataclass(frozen=True)

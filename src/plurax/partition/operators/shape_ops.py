@@ -25,7 +25,6 @@ from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import (
     Rule,
     common_sharding,
-    created,
     decided,
     local_shape,
     maybe_partial,
@@ -198,29 +197,6 @@ def dynamic_update_slice(context: RuleContext, eqn: Any, inputs: list[ValueVersi
     target = TensorSharding(tuple(() if d in cut else e for d, e in enumerate(target.dims)))
     operands = [*to_sharding([into, part], target), *_indices(indices)]
     return decided(context, eqn, inputs, operands, target)
-
-
-def stack(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
-    """Stack operands of one sharding along a new, replicated dim."""
-    target, axis = common_sharding(context, created(inputs)), eqn.params["axis"]
-    stacked = TensorSharding((*target.dims[:axis], (), *target.dims[axis:]))
-    return decided(context, eqn, inputs, to_sharding(inputs, target), stacked)
-
-
-def unstack(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
-    """Unstack along a dim that is replicated first."""
-    axis = eqn.params["axis"]
-    operand = _linear(context, eqn, inputs, [axis])
-    dims = operand.sharding.dims
-    sharding = TensorSharding((*dims[:axis], *dims[axis + 1 :]), operand.sharding.partial)
-    return decided(context, eqn, inputs, [operand], sharding)
-
-
-def tile(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
-    """Tile dims; those that are repeated are replicated first."""
-    repeated = [dim for dim, count in enumerate(eqn.params["reps"]) if count > 1]
-    operand = _linear(context, eqn, inputs, repeated)
-    return decided(context, eqn, inputs, [operand], operand.sharding)
 
 
 def fft(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
