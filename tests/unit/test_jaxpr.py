@@ -27,7 +27,7 @@ from plurax.jaxpr.interpret import all_equations, flat_equations, interpret
 from plurax.partition.manual import _HANDLERS, eval_manual_body
 from plurax.partition.operators import RULES
 
-NEWER_JAX = jax.__version_info__ >= (0, 12)
+NEWER_JAX = jax.__version_info__ >= (0, 11)
 ABSENT = compat.ONLY_OLDER if NEWER_JAX else compat.ONLY_NEWER
 SOURCE = Path(px.__file__).parent
 ATTENTION = (

@@ -4,7 +4,7 @@ JAX renames primitives and their parameters between versions. Everything that re
 takes its names from here, and a test asserts on the installed JAX that they exist (`ONLY_OLDER`
 and `ONLY_NEWER` list those that one version has), so an update of JAX shows what it renamed.
 
-    what                           JAX 0.10                      JAX 0.12
+    what                           JAX 0.10                      JAX 0.11, 0.12
     a jaxpr with its constants     `ClosedJaxpr`                 `Jaxpr`; `ClosedJaxpr` is an alias
     a scan's consts and carries    `num_consts`, `num_carry`     the trees `ft_in`, `ft_out`
     `jnp.log2(x)`                  `log`, `div`                  `log2`
@@ -111,10 +111,10 @@ REMAT = {"remat2": "jaxpr"}
 """Calls that the backward pass may recompute (`jax.checkpoint`), and the same parameter."""
 
 ONLY_OLDER = frozenset(["closed_call"])
-"""Primitives of JAX 0.10 that JAX 0.12 does not have."""
+"""Primitives of JAX 0.10 that JAX 0.11 does not have."""
 
 ONLY_NEWER = frozenset(["log2", "one_minus_square"])
-"""Primitives of JAX 0.12 that JAX 0.10 does not have."""
+"""Primitives of JAX 0.11 that JAX 0.10 does not have."""
 
 
 def derivative_of(eqn: Any) -> tuple[Callable[..., Any], list[Any]] | None:
