@@ -182,6 +182,26 @@ def test_the_slowest_replica_counts_with_its_own_microbatches():
     assert three.seconds == pytest.approx(3 / 2 * equal.seconds)
 
 
+def test_a_loss_that_prints_is_estimated_as_without():
+    """`jax.debug.print` has no output, and neither has a branch that only prints."""
+    task, batch = models.mlp_task(), models.data(64)
+
+    def loss(params, batch, keys):
+        losses = task.loss(params, batch, keys)
+        jax.debug.print("{}", params["hidden"].sum())
+        jax.lax.cond(params["hidden"][0, 0] > 9, lambda: jax.debug.print("large"), lambda: None)
+        return losses
+
+    plan = px.Plan(data=2, zero=3)
+    printing = dataclasses.replace(task, loss=loss)
+    silent, found = (
+        px.estimate(one, optax.sgd(0.1), plan, batch, PRODUCTS) for one in (task, printing)
+    )
+    assert found.product_flops == silent.product_flops
+    assert found.seconds == pytest.approx(silent.seconds)
+    assert px.compile(printing, optax.sgd(0.1), plan, batch).planned_collectives()
+
+
 def test_a_plan_of_more_devices_than_the_machine_has():
     with pytest.raises(px.errors.MachineError, match="needs 16 devices, and made has 8"):
         estimated(perceptron, MACHINE, data=16)
