@@ -350,6 +350,27 @@ def test_bfloat16_in_stages():
     assert models.max_rel_error(run(plan), run(one)) < 2e-2
 
 
+def test_bfloat16_parameters_of_one_stage():
+    """Their gradients are summed in float32, and so is the norm of these sums."""
+    batch = {"x": np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)}
+
+    def init(key):
+        return {name: jax.random.normal(key, (6, 6), jnp.bfloat16) for name in "ab"}
+
+    def loss(params, batch, keys):
+        x = jnp.tanh(batch["x"].astype(jnp.bfloat16) @ params["a"])
+        return jnp.sum((px.pipeline.stage_boundary(x) @ params["b"]) ** 2, 1).astype(jnp.float32)
+
+    def run(plan):
+        program = px.compile(px.Task(init=init, loss=loss), optax.sgd(0.01), plan, batch)
+        state, metrics = program.step(program.init(0), batch)
+        state = jax.device_get(program.to_canonical(state))
+        return jax.tree.map(np.float32, (state.params, metrics["grad_norm"]))
+
+    found, wanted = run(px.Plan(pipeline=2, microbatches=2)), run(px.Plan(microbatches=2))
+    assert models.max_rel_error(found, wanted) < 1e-2
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "plan",

@@ -70,6 +70,7 @@ from plurax.sharding.rules import is_sharding
 from plurax.sharding.spec import TensorSharding
 from plurax.state import TrainState
 from plurax.task import Task
+from plurax.tree import sum_dtype
 
 
 class PipelinedBackend(Backend):
@@ -325,15 +326,14 @@ class PipelinedBackend(Backend):
     # --- The update ---------------------------------------------------------------------------
 
     def _norm(self, grads: Staged) -> Array:
-        """Return the global norm of the gradients; only partial squared norms cross stages."""
+        """Return the global norm of gradients' sums; only partial squared norms cross stages."""
 
         def norm(*leaves: Array) -> list[Array]:
             return [jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in leaves))]
 
-        partitioner = self._base.partitioner()
-        inputs = self._inputs(
-            grads, self.layout.shards, self._base.layout.like.params, self._base.layout.shards
-        )
+        partitioner, layout = self._base.partitioner(), self._base.layout
+        like = jax.tree.map(lambda p: p.update(dtype=sum_dtype(p.dtype)), layout.like.params)
+        inputs = self._inputs(grads, self.layout.shards, like, layout.shards)
         there = StageUpdate(norm, inputs, [None], partitioner, self._stage(), self.plan.pipeline)
         (found,), _ = there([TensorSharding(())], None)
         assert found is not None
