@@ -350,6 +350,57 @@ def test_bfloat16_in_stages():
     assert models.max_rel_error(run(plan), run(one)) < 2e-2
 
 
+def by_median(grads, state, params=None):
+    """Reads the median of each gradient, and its root mean square."""
+
+    def limited(g):
+        size = jnp.median(jnp.abs(g)) + jnp.sqrt(jnp.mean(g**2))
+        return -0.1 * jnp.clip(g, -size, size)
+
+    return jax.tree.map(limited, grads), state
+
+
+READS_ALL_LAYERS = {
+    "median": lambda: optax.GradientTransformation(lambda params: (), by_median),
+    "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=4),
+    "muon": lambda: optax.contrib.muon(0.1),
+    "noise": lambda: optax.noisy_sgd(0.1, key=0),
+}
+
+
+@pytest.mark.filterwarnings("ignore::plurax.errors.ShardingWarning")
+@pytest.mark.parametrize("layers", [(2, 1)], ids=str)
+@pytest.mark.parametrize("name", READS_ALL_LAYERS)
+def test_optimizers_that_read_all_layers(x64, name, layers):
+    """Devices with unequal numbers of layers hold rows of padding, of which nothing is read."""
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 6))}
+
+    def matrix(key):
+        return jax.random.normal(key, (6, 6), jnp.float64)
+
+    task = px.stack(
+        embed=(matrix, lambda w, batch, keys: batch["x"] @ w),
+        block=(
+            lambda key: {"w": matrix(key), "b": matrix(key)[0]},
+            lambda params, x, batch, keys: x + jnp.tanh(x @ params["w"] + params["b"][None]),
+        ),
+        head=(matrix, lambda w, x, batch, keys: jnp.sum((x @ w) ** 2, 1)),
+        depth=sum(layers),
+    )
+    rule = READS_ALL_LAYERS[name]()
+    plan = px.Plan(pipeline=len(layers), layers=layers, microbatches=2)
+    program = px.compile(task, rule, plan, batch)
+    state = program.init(seed=1)
+    params = program.to_canonical(state).params
+    opt_state = rule.init(params)
+    for _ in range(2):
+        state, _ = program.step(state, batch)
+        grads = jax.grad(lambda params: task.loss(params, batch, None).mean())(params)
+        updates, opt_state = rule.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert models.max_rel_error(program.to_canonical(state).params, params) < 1e-10
+
+
 def test_bfloat16_parameters_of_one_stage():
     """Their gradients are summed in float32, and so is the norm of these sums."""
     batch = {"x": np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)}

@@ -152,8 +152,8 @@ class LayerAssignment:
 
     @property
     def in_order(self) -> bool:
-        """Whether the rows are the layers in order, without padding."""
-        return self.layers == list(range(self.depth))
+        """Whether the rows are the layers in order, and only the last ones are padding."""
+        return self.layers[: self.depth] == list(range(self.depth))
 
 
 def even_layers(depth: int, stages: int) -> tuple[int, ...]:

@@ -277,7 +277,7 @@ class PipelinedBackend(Backend):
                 # The spec is that of one layer; the sums have a leading dim over all layers, split
                 # over `pipeline`.
                 array, spec = sums["layer_sums"][index], run.vjps.grads[index]
-                whole = (self.layout.assignment.devices * array.shape[0], *spec.shape)
+                whole = jax.tree.leaves(base.layout.like.params)[index].shape
                 one = TensorSharding((("pipeline",), *spec.sharding.dims), spec.sharding.partial)
                 stacked = dataclasses.replace(spec, shape=whole, sharding=one)
                 values.append(self._terms(array, stacked, set()))

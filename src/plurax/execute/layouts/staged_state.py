@@ -364,8 +364,8 @@ def assign_layers(
 ) -> TrainState:
     """Order the stacked layers of a state by device, with padding; or, with `back`, undo that.
 
-    With 5 layers, 2 devices and 1 chunk, rows `[0 1 2 | 3 4 -]`: a leaf `(5, ...)` becomes
-    `(6, ...)`, its last row zeros. The optimizer state's leaves follow their parameters.
+    With 4 layers on 3 devices, rows `[0 1 | 2 - | 3 -]`: a leaf `(4, ...)` becomes `(6, ...)`, two
+    of its rows zeros. The optimizer state's leaves follow their parameters.
     """
     if assignment.in_order:
         return state
