@@ -83,12 +83,17 @@ WANTING = {
         r"grad_fn must be provided.*opaque_mode=False",
     ),
     "sophia": (optax.contrib.sophia(1e-2), "obj_fn must be provided.*Hessian"),
+    "two sets of parameters": (
+        optax.lookahead(optax.sgd(0.1), 5, 0.5), "optax.lookahead takes parameters as pairs.*Ema"),
+    "a state of another form": (
+        optax.chain(optax.monitor({"norm": lambda updates, **_: optax.tree.norm(updates)})),
+        r"at '0/measurements/norm' there is \(\), and was no array.*init has to return"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=2, zero=1)])
 @pytest.mark.parametrize("name", WANTING)
-def test_an_optimizer_that_wants_a_function_says_so(name, plan):
+def test_an_optimizer_that_cannot_run_says_so(name, plan):
     optimizer, message = WANTING[name]
     with pytest.raises(px.errors.TaskError, match=message):
         px.compile(models.mlp_task(), optimizer, plan, models.data(8))

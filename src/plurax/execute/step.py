@@ -10,7 +10,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from plurax import errors
+from plurax import errors, tree
 from plurax.execute.rows import StepKey
 from plurax.execute.totals import BatchTotals
 from plurax.freezing import trained, with_frozen
@@ -40,6 +40,7 @@ def whole_update(optimizer: optax.GradientTransformation, frozen: Sequence[str] 
         def call(**extra: Array) -> tuple[PyTree, PyTree]:
             some = trained(frozen, params)
             updates, new = optimizer.update(grads, opt_state, some, **extra)
+            _check_form(opt_state, new)
             return with_frozen(optax.apply_updates(some, updates), params), new
 
         def with_value() -> tuple[PyTree, PyTree]:
@@ -53,7 +54,13 @@ def whole_update(optimizer: optax.GradientTransformation, frozen: Sequence[str] 
 
         try:
             return with_value() if takes_more else call()
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
+            if "no attribute 'fast'" in str(error):
+                raise errors.TaskError(
+                    "optax.lookahead takes parameters as pairs of fast and slow ones "
+                    "(optax.LookaheadParams), and a task has one set. Train with its fast "
+                    "optimizer; plurax.callbacks.Ema averages the parameters over the steps."
+                ) from error
             if wanted := _WANTED.search(str(error)):
                 raise errors.TaskError(
                     "the optimizer's update needs arguments that plurax does not pass "
@@ -72,6 +79,23 @@ def whole_update(optimizer: optax.GradientTransformation, frozen: Sequence[str] 
             ) from None
 
     return update
+
+
+def _check_form(old: PyTree, new: PyTree) -> None:
+    """Raise `TaskError` where an update returns a state of other arrays than it got."""
+    before, after = (
+        {path: jnp.shape(leaf) for path, leaf in tree.named_leaves(state).items()}
+        for state in (old, new)
+    )
+    if differing := {*before.items()} ^ {*after.items()}:
+        path = min(path for path, _ in differing)
+        was, now = (form.get(path, "no array") for form in (before, after))
+        raise errors.TaskError(
+            f"the optimizer's update returns a state of another form than it gets: at {path!r} "
+            f"there is {now}, and was {was}. Steps are compiled once, for one form: its init has "
+            "to return what its update returns, with zeros for what is not known yet "
+            "(optax.monitor begins without the values that it measures)."
+        )
 
 
 _WANTED = re.compile(
