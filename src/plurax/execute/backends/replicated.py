@@ -28,7 +28,7 @@ from plurax.execute.totals import (
     over_data,
     uneven_totals,
 )
-from plurax.jaxpr.convolutions import channels_last
+from plurax.jaxpr.cpu_forms import in_cpu_forms
 from plurax.plan import Plan
 from plurax.sharding.reduce_dtype import SumRounding
 from plurax.sharding.rules import Rules
@@ -71,7 +71,7 @@ class ReplicatedBackend(Backend):
         plan = self.plan
         fun = gradient(self.task, plan.precision, plan.batch_dim, plan.remat, ordered=True)
         if self._platform == "cpu":
-            fun = channels_last(fun)
+            fun = in_cpu_forms(fun)
         if not self.task.coupled:
             rounding = SumRounding(plan.reduce_dtype, self._platform)
             reduce, last = over_data(plan.data, rounding), None

@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from plurax.jaxpr.convolutions import convolve
+from plurax.jaxpr.cpu_forms import convolve
 from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import decided
 from plurax.partition.operators.halos import Halo, Halos, halo, is_cheap

@@ -25,6 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from plurax.jaxpr.cpu_forms import multiply
 from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import (
     can_stay_partial,
@@ -78,8 +79,9 @@ def _of_real(
         [d for d in one.sharding.indivisible_dims(one.versions.shape, sizes) if d in dims]
         for one, dims in zip(decision.operands, sums, strict=True)
     ]
+    apply = multiply if context.axes.on_cpu else bind
     if not any(filled):
-        return decision
+        return dataclasses.replace(decision, execute=lambda *shards: apply(eqn, shards))
 
     def execute(*shards: Array) -> list[Array]:
         # Of both: what is filled up may be anything, and zero times that is no zero.
@@ -88,7 +90,7 @@ def _of_real(
             for d in dims:
                 shape = one.versions.shape
                 real[place] = only_real(context.axes, one.sharding, shape, real[place], d)
-        return bind(eqn, real)
+        return apply(eqn, real)
 
     return dataclasses.replace(decision, execute=execute)
 
