@@ -94,6 +94,7 @@ ON_PARAMETERS = {
     "stacked": lambda w, p: jnp.stack([w, jnp.sin(w)], 1).sum(1),
     "cumulative": lambda w, p: jnp.cumsum(w, 1) - jnp.cumsum(w, 0),
     "products": lambda w, p: jnp.cumprod(1 + 0.1 * w, axis=1),
+    "mask of rows": lambda w, p: jnp.where((w > 0)[np.array([3, 1, 0, 2])], w, w / 2),
     "set": lambda w, p: w.at[1].set(0.5),
     "less a row": lambda w, p: w.at[np.array([1, 3])].subtract(p["c"]),
     "reshaped": lambda w, p: (w.reshape(2, 2, 6) * 2).reshape(4, 6),

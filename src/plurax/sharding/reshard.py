@@ -313,17 +313,22 @@ def _reduce_scatter(
 ) -> Array:
     assert move.dim is not None
     names, groups = axes.group(move.axes)
-    padded = pad_dim(shard, move.dim, axes.size(move.axes))
+    padded = pad_dim(_addable(shard), move.dim, axes.size(move.axes))
     return lax.psum_scatter(
         padded, names, scatter_dimension=move.dim, tiled=True, axis_index_groups=groups
-    )
+    ).astype(shard.dtype)
 
 
 def _all_reduce(
     shard: Array, shape: Any, here: TensorSharding, move: ReshardStep, axes: Axes
 ) -> Array:
     names, groups = axes.group(move.axes)
-    return lax.psum(shard, names, axis_index_groups=groups)
+    return lax.psum(_addable(shard), names, axis_index_groups=groups).astype(shard.dtype)
+
+
+def _addable(shard: Array) -> Array:
+    """Return booleans as bytes: the rows of a table that one device has, and others' zeros."""
+    return shard.astype(jnp.uint8) if shard.dtype == jnp.bool_ else shard
 
 
 def _permute(
