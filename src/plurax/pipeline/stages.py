@@ -151,6 +151,11 @@ class LayerAssignment:
         return rows
 
     @property
+    def order(self) -> list[int]:
+        """The row of each layer."""
+        return [self.layers.index(layer) for layer in range(self.depth)]
+
+    @property
     def in_order(self) -> bool:
         """Whether the rows are the layers in order, and only the last ones are padding."""
         return self.layers[: self.depth] == list(range(self.depth))

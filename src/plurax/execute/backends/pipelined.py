@@ -37,7 +37,7 @@ from jaxtyping import Array, Int, PyTree
 from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.sharded import ShardedBackend
 from plurax.execute.gradient import Totals
-from plurax.execute.initial_state import initial
+from plurax.execute.initial_state import initial, new_state
 from plurax.execute.layouts.staged_state import (
     NO_GRADIENT,
     ON_ALL,
@@ -45,6 +45,7 @@ from plurax.execute.layouts.staged_state import (
     StagedState,
     StagePlacement,
     assign_layers,
+    stacked_leaves,
 )
 from plurax.execute.reduction import reduced
 from plurax.execute.rows import Rows, StepKey, index_device_rows
@@ -56,10 +57,11 @@ from plurax.execute.stage_networks import (
 )
 from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
 from plurax.execute.totals import BatchTotals, round_robin
-from plurax.freezing import frozen_leaves
+from plurax.freezing import frozen_leaves, trained
 from plurax.partition.partitioner import Partitioner
 from plurax.partition.values import ShardedValue
 from plurax.pipeline.executor import ScheduleExecutor
+from plurax.pipeline.layer_rows import on_layer_rows
 from plurax.pipeline.packing import Packing, zeros
 from plurax.pipeline.schedule import Schedule, check_forwards_in_order, make_schedule
 from plurax.pipeline.stage_update import StageTensor, StageUpdate, broadcast_from_stage
@@ -102,9 +104,11 @@ class PipelinedBackend(Backend):
         )
         assignment = layer_assignment(task.stack, plan)
         layered = self._layered(task)
+        state = jax.eval_shape(functools.partial(new_state, task, optimizer), jax.random.key(0))
+        stacked = stacked_leaves(state, layered)
         self._base = ShardedBackend(
             task, optimizer, plan, mesh, rows,
-            order_layers=lambda state: assign_layers(state, layered, assignment), layered=layered,
+            order_layers=lambda state: assign_layers(state, stacked, assignment), layered=layered,
         )  # fmt: skip
         count = len(layered)
         size = jax.tree.leaves(rows)[0].shape[0]
@@ -122,7 +126,7 @@ class PipelinedBackend(Backend):
             for leaf in range(count)
         ]
         self._many = [sum(used) > 1 for used in uses]
-        self.layout = StagedState(self._base.layout, homes, assignment, layered, mesh)
+        self.layout = StagedState(self._base.layout, homes, assignment, stacked, mesh)
         self._layers = layered
 
     @staticmethod
@@ -360,6 +364,12 @@ class PipelinedBackend(Backend):
         def fun(*leaves: Array) -> list[Any]:
             return jax.tree.leaves(whole(*jax.tree.unflatten(structure, leaves)))
 
+        on_rows: Callable[..., list[Any]] = fun
+        if not layout.assignment.in_order:
+            of_params, of_state = layout.stacked
+            stacked = (trained(self.task.frozen, of_params), of_state, of_params, False)
+            results = jax.tree.leaves((of_params, of_state))
+            on_rows = on_layer_rows(fun, layout.assignment, jax.tree.leaves(stacked), results)
         homes = [*layout.params.devices, *layout.opt_state.devices]
         goals = jax.tree.leaves(
             base.expanded((shardings.params, shardings.opt_state)), is_leaf=is_sharding
@@ -373,7 +383,7 @@ class PipelinedBackend(Backend):
                 layout.opt_state.written(device, arrays[cut:]),
             )
 
-        there = StageUpdate(fun, inputs, homes, partitioner, stage, self.plan.pipeline)
+        there = StageUpdate(on_rows, inputs, homes, partitioner, stage, self.plan.pipeline)
         common, stage_buffers = there(goals, written)
         base.warn_of_gathers(partitioner.records + stage.records)
 

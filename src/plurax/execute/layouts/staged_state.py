@@ -37,6 +37,7 @@ from plurax.execute.initial_state import check_state
 from plurax.execute.layouts.state_layout import StateLayout, stored_where_equal
 from plurax.execute.layouts.state_shardings import StateShardings
 from plurax.freezing import frozen_leaves
+from plurax.pipeline.layer_rows import layers_to_rows, rows_to_layers
 from plurax.pipeline.packing import Packing, buffer_dtype, max_lengths, zeros
 from plurax.pipeline.stage_update import broadcast_from_stage
 from plurax.pipeline.stages import LayerAssignment
@@ -54,6 +55,10 @@ _SPLIT = ("data", "pipeline", "context", "tensor")
 
 EVERYWHERE = P(_SPLIT)
 """The `PartitionSpec` of buffers that differ on every device."""
+
+
+Stacked = tuple[PyTree, PyTree]
+"""Of parameters and of optimizer state, trees of whether layers are stacked in a leaf."""
 
 
 @jax.tree_util.register_dataclass
@@ -171,7 +176,7 @@ class StagedState(StateLayout):
     - `inner`: the shardings over the other mesh axes, of a state whose layers are ordered by stage.
     - `homes`: for each parameter the one device that has it, or None.
     - `assignment`: the assignment of layers to stages.
-    - `layered`: for each parameter whether layers are stacked in it.
+    - `stacked`: which leaves have stacked layers (see `stacked_leaves`).
     - `mesh`: the mesh.
 
     **Attributes:** `params`, `opt_state` and `shards` (of the gradients), each a `StagePlacement`.
@@ -184,11 +189,11 @@ class StagedState(StateLayout):
         inner: StateShardings,
         homes: Sequence[int | None],
         assignment: LayerAssignment,
-        layered: Sequence[bool],
+        stacked: Stacked,
         mesh: Mesh,
     ) -> None:
         self.inner, self.assignment, self.mesh = inner, assignment, mesh
-        self._layered = layered
+        self.stacked = stacked
         sizes = {axis: mesh.shape[axis] for axis in mesh.axis_names}
         like, shardings = inner.like, inner.shardings
         devices = sizes["pipeline"]
@@ -334,11 +339,11 @@ class StagedState(StateLayout):
 
     def by_device(self, state: TrainState) -> TrainState:
         """Return the state with its layers ordered by device and padded with zeros."""
-        return assign_layers(state, self._layered, self.assignment)
+        return assign_layers(state, self.stacked, self.assignment)
 
     def in_order(self, state: TrainState) -> TrainState:
         """Return the state with its layers in order, without padding."""
-        return assign_layers(state, self._layered, self.assignment, back=True)
+        return assign_layers(state, self.stacked, self.assignment, back=True)
 
     # --- Inside -------------------------------------------------------------------------------
 
@@ -360,35 +365,34 @@ class StagedState(StateLayout):
 
 
 def assign_layers(
-    state: TrainState, layered: Sequence[bool], assignment: LayerAssignment, *, back: bool = False
+    state: TrainState, stacked: Stacked, assignment: LayerAssignment, *, back: bool = False
 ) -> TrainState:
     """Order the stacked layers of a state by device, with padding; or, with `back`, undo that.
 
     With 4 layers on 3 devices, rows `[0 1 | 2 - | 3 -]`: a leaf `(4, ...)` becomes `(6, ...)`, two
-    of its rows zeros. The optimizer state's leaves follow their parameters.
+    of its rows zeros. `stacked` is what `stacked_leaves` returned.
     """
     if assignment.in_order:
         return state
-    indices = np.asarray(assignment.layers)
-    # The row of each layer: rows sorted by their layer, padding last and cut off.
-    order = np.argsort(np.where(indices < 0, len(indices), indices), kind="stable")[
-        : assignment.depth
-    ]
 
-    def move(leaf: Any) -> Any:
-        if back:
-            return leaf[order]
+    def moved(leaf: Any, is_stacked: bool) -> Any:
+        if not is_stacked:
+            return leaf
         # Padding is zeros, not a copy of a layer, so that norms over all rows count no layer twice.
-        there = (indices >= 0).reshape(-1, *[1] * (leaf.ndim - 1))
-        return jnp.where(there, leaf[np.maximum(indices, 0)], jnp.zeros((), leaf.dtype))
+        return (rows_to_layers if back else layers_to_rows)(leaf, assignment)
 
-    def moved(leaf: Any, number: int) -> Any:
-        return move(leaf) if number >= 0 and layered[number] else leaf
-
-    owner = match_opt_state_to_params(state.opt_state, state.params, dims=1)
-    numbers = jax.tree.unflatten(jax.tree.structure(state.params), range(len(layered)))
-    return dataclasses.replace(
-        state,
-        params=jax.tree.map(moved, state.params, numbers),
-        opt_state=jax.tree.map(moved, state.opt_state, owner),
+    params, opt_state = (
+        jax.tree.map(moved, tree, flags)
+        for tree, flags in zip((state.params, state.opt_state), stacked, strict=True)
     )
+    return dataclasses.replace(state, params=params, opt_state=opt_state)
+
+
+def stacked_leaves(state: TrainState, layered: Sequence[bool]) -> Stacked:
+    """Return which parameters, and which leaves of the optimizer's state, have stacked layers.
+
+    `layered` says so of the parameters, which the optimizer state's leaves follow.
+    """
+    owner = match_opt_state_to_params(state.opt_state, state.params, dims=1)
+    params = jax.tree.unflatten(jax.tree.structure(state.params), layered)
+    return params, jax.tree.map(lambda number: number >= 0 and layered[number], owner)
