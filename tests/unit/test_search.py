@@ -262,6 +262,13 @@ def test_tokens_that_fit_in_no_way():
         searched_for(task, optimizer, batch, pinned | {"context": 2, "stream": 512}, "25MB")
 
 
+def test_tokens_are_not_split_over_devices_that_are_pinned_to_others():
+    """The refusal names no `context`, of which nothing was said."""
+    task, batch = models.attention_task(64, 4), {"x": jax.ShapeDtypeStruct((4, 512, 64), "float32")}
+    with pytest.raises(px.errors.PlanError, match="no plan fits in 1,000 bytes"):
+        searched_for(task, optax.sgd(0.1), batch, {"data": 4, "stream": 256}, 1000)
+
+
 @pytest.mark.ci
 def test_what_devices_share_of_a_row_counts_as_a_share():
     """Of half of the tokens a device computes and keeps half, beside copies of parameters."""

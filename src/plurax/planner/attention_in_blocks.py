@@ -51,7 +51,8 @@ def search_in_blocks(
         except errors.PlanError as error:
             refusal = error
     held_context = {"context", "context_strategy"}.intersection(wanted.fields)
-    splits = [] if held_context else doublings(machine.devices)[1:]
+    others = wanted.pinned.data * wanted.pinned.pipeline * wanted.pinned.tensor
+    splits = [] if held_context else doublings(machine.devices // others)[1:]
     if results:
         splits = [n for n in splits if machine.devices // n <= leading_dim(wanted.batch)]
         wanted = wanted.unless_held(tensor=1, pipeline=1)
