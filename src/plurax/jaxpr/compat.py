@@ -89,7 +89,7 @@ _SPELLED_OUT: dict[str, Callable[..., Any]] = {
         [count * size for count, size in zip(reps, x.shape, strict=True)],
     ),
 }
-"""Operations that are a few others, by which everything that reads them takes them."""
+"""Operations that stand for a few others: who reads a jaxpr reads these in their place."""
 
 INLINED = {
     **dict.fromkeys(_SPELLED_OUT, ""),
@@ -102,7 +102,7 @@ INLINED = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vmap_call": "call",
 }
-"""Calls that can be evaluated in place, and the parameter that holds the called jaxpr."""
+"""Calls that can be evaluated in place, and the parameter that holds the called jaxpr, if any."""
 
 PLAIN_CALLS = frozenset(["jit", "closed_call", "eval_jaxpr", *_SPELLED_OUT])
 """Those without a derivative or a rule of their own."""
