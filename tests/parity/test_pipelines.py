@@ -369,7 +369,7 @@ READS_ALL_LAYERS = {
 
 
 @pytest.mark.filterwarnings("ignore::plurax.errors.ShardingWarning")
-@pytest.mark.parametrize("layers", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("layers", [(2, 1), (1, 2), (3, 1)], ids=str)
 @pytest.mark.parametrize("name", READS_ALL_LAYERS)
 def test_optimizers_that_read_all_layers(x64, name, layers):
     """Devices with unequal numbers of layers hold rows of padding, of which nothing is read."""

@@ -83,7 +83,7 @@ def test_memory_adds_up_to_the_peak():
     task, batch, _ = transformer()
     plan = px.Plan(data=2, zero=3, microbatches=2)
     found = px.estimate(task, optax.adam(1e-3), plan, batch, MACHINE)
-    traced = record_step(task, optax.adam(1e-3), plan, batch)
+    traced = record_step(task, optax.adam(1e-3), plan, batch, "cpu")
     assert found.peak == pytest.approx(peak_bytes(traced), abs=100)
     assert found.memory["gradients"] == traced.memory.gradients
     assert found.fits

@@ -166,7 +166,7 @@ def test_what_was_traced_to_compile_says_what_a_recorded_step_says(name):
     """Nothing is traced again, and of a loop over steps the step in it is read."""
     make, plan = TRACED[name]
     task, batch = make(), models.text(8) if name == "tensor" else models.data(8)
-    recorded_step = record_step(task, models.optimizer(), plan, batch)
+    recorded_step = record_step(task, models.optimizer(), plan, batch, "cpu")
     program = px.compile(task, models.optimizer(), plan, batch)
     rows = px.train.ArrayData(batch, 8)
     order = program.place_epoch(*rows.epoch_order(0))

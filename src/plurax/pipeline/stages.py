@@ -157,8 +157,10 @@ class LayerAssignment:
 
     @property
     def in_order(self) -> bool:
-        """Whether the rows are the layers in order, and only the last ones are padding."""
-        return self.layers[: self.depth] == list(range(self.depth))
+        """Whether the rows are those of any dim that devices divide: in order, the last ones
+        padding, and no more of them than that."""
+        least = -(-self.depth // self.devices)
+        return self.rows == least and self.layers[: self.depth] == list(range(self.depth))
 
 
 def even_layers(depth: int, stages: int) -> tuple[int, ...]:
