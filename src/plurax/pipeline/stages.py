@@ -157,10 +157,8 @@ class LayerAssignment:
 
     @property
     def in_order(self) -> bool:
-        """Whether the rows are those of any dim that devices divide: in order, the last ones
-        padding, and no more of them than that."""
-        least = -(-self.depth // self.devices)
-        return self.rows == least and self.layers[: self.depth] == list(range(self.depth))
+        """Whether the rows are as of any dim that devices divide: in order, padding at the end."""
+        return self.rows == -(-self.depth // self.devices) and self.order == [*range(self.depth)]
 
 
 def even_layers(depth: int, stages: int) -> tuple[int, ...]:
