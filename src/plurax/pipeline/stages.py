@@ -153,7 +153,8 @@ class LayerAssignment:
     @property
     def order(self) -> list[int]:
         """The row of each layer."""
-        return [self.layers.index(layer) for layer in range(self.depth)]
+        rows = self.layers
+        return [rows.index(layer) for layer in range(self.depth)]
 
     @property
     def in_order(self) -> bool:
