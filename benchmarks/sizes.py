@@ -552,6 +552,16 @@ _MT_NLG_BATCH = PublishedCase(
 _DAY, _YEAR = 86_400, 31_557_600
 _DEEP_TRANSFORMER = dataclasses.replace(_TRANSFORMER, layers=16, width=128)
 
+_SPIRALS_CASE = MembersCase(
+    "spirals",
+    "spirals",
+    _SPIRALS,
+    batch=100,
+    epochs=100,
+    resampled=False,
+    repeats={1: 31, 10: 31, 100: 11, 1000: 7},
+)
+
 FULL = Sizes(
     step=(
         StepCase("MLP, 6.5M parameters, batch 1024", _MLP, 1024, units=1, repeats=31),
@@ -573,15 +583,7 @@ FULL = Sizes(
         BatchSizeCase("transformer, 3.2M parameters", _TRANSFORMER, 1024 * MIB),
     ),
     members=(
-        MembersCase(
-            "spirals",
-            "spirals",
-            _SPIRALS,
-            batch=100,
-            epochs=100,
-            resampled=False,
-            repeats={1: 31, 10: 31, 100: 11, 1000: 7},
-        ),
+        _SPIRALS_CASE,
         MembersCase(
             "digits, bootstrap",
             "digits",
@@ -609,17 +611,7 @@ FULL = Sizes(
         rounds=7,
         turn=0.1,
         minutes=6.5,
-        members=(
-            MembersCase(
-                "spirals",
-                "spirals",
-                _SPIRALS,
-                batch=100,
-                epochs=100,
-                resampled=False,
-                repeats={10: 9, 100: 9, 1000: 7},
-            ),
-        ),
+        members=(dataclasses.replace(_SPIRALS_CASE, repeats={10: 9, 100: 9, 1000: 7}),),
         model={"depth": 1, "width": 1024, "heads": 16, "vocabulary": 50304, "tokens": 1024},
         rows=8,
         remat=("none", "dots", "full", "offload"),
