@@ -56,7 +56,7 @@ chromium: ## install Chromium from Debian or Ubuntu, which the tests of the repo
 
 $(OF_NEWEST)/.installed: pyproject.toml constraints.txt
 	"$(NEWEST)" -m venv $(OF_NEWEST)
-	$(OF_NEWEST)/bin/python -m pip install $(FEW) $(TESTING) -e '.[pictures]'
+	$(OF_NEWEST)/bin/python -m pip install $(FEW) $(TESTING) -e '.[equinox,pictures]'
 	@touch $@
 
 test-newest: TESTS = $(addprefix tests/unit/test_,$(addsuffix .py,jaxpr batch_minor sharding \
