@@ -187,33 +187,33 @@ class _IntegerProgram:
     def _value(self, value: GraphValue, count: int) -> None:
         """Add the flow of a value from its producer to each reader, `count` times."""
         reshard = self._problem.reshard
-        produced = self._by_sharding(value.node, "outputs", value.output)
-        paid: dict[Any, int] = {}
+        produced = [*self._by_sharding(value.node, "outputs", value.output).items()]
+        paid: dict[tuple[int, TensorSharding, float], int] = {}
         # A carry that is returned as it came has one sharding in any case.
         uses = [use for use in value.uses if use.node != value.node]
         for use in uses:
-            taken = self._by_sharding(use.node, "inputs", use.input)
-            flow: dict[tuple[TensorSharding, TensorSharding], int] = {}
-            for s in produced:
-                for d in taken:
+            taken = [*self._by_sharding(use.node, "inputs", use.input).items()]
+            reader = self._key(value), self._classes[use.node], use.input
+            out: list[list[tuple[int, float]]] = [[] for _ in produced]
+            into: list[list[tuple[int, float]]] = [[] for _ in taken]
+            for i, (s, _) in enumerate(produced):
+                for j, (d, _) in enumerate(taken):
                     cost = count * use.trips * reshard(value.tensor, s, d)
                     if cost == math.inf or not self._problem.reaches(value, use, s, d):
                         continue
                     shared = len(uses) > 1 and cost > 0
-                    flow[s, d] = self._variable(0.0 if shared else cost)
+                    flow = self._variable(0.0 if shared else cost)
                     if shared:
-                        key = (s, d, use.trips)
+                        key = (i, d, use.trips)
                         if key not in paid:
                             paid[key] = self._variable(cost)
-                        self._row([(paid[key], 1.0), (flow[s, d], -1.0)], 0, np.inf)
-            reader = self._key(value), self._classes[use.node], use.input
-            self._same |= {(*reader, s): flow[s, s] for s in produced if (s, s) in flow}
-            for s, columns in produced.items():
-                out = [(flow[s, d], 1.0) for d in taken if (s, d) in flow]
-                self._row(out + [(column, -1.0) for column in columns], 0, 0)
-            for d, columns in taken.items():
-                into = [(flow[s, d], 1.0) for s in produced if (s, d) in flow]
-                self._row(into + [(column, -1.0) for column in columns], 0, 0)
+                        self._row([(paid[key], 1.0), (flow, -1.0)], 0, np.inf)
+                    out[i].append((flow, 1.0))
+                    into[j].append((flow, 1.0))
+                    if s == d:
+                        self._same[*reader, s] = flow
+            for flows, (_, columns) in zip([*out, *into], [*produced, *taken], strict=True):
+                self._row(flows + [(column, -1.0) for column in columns], 0, 0)
 
     def _follow(self) -> None:
         """Add for each strategy that some operand comes as it takes it."""

@@ -186,6 +186,7 @@ def graph_of(
     searched: Sequence[str] = ("tensor",),
     trips: int = 1,
     named: NameRule | None = None,
+    finder: StrategyFinder | None = None,
 ) -> Graph:
     """Return the graph of a task's gradient.
 
@@ -197,8 +198,9 @@ def graph_of(
     - `axes`, of the mesh; `searched`, those over which operators may be split.
     - `trips`: microbatches per step.
     - `named`: a function from an annotation's name and shape to its sharding, or None.
+    - `finder`, of `axes` and `searched`: by default a new one.
     """
-    builder = _GraphBuilder(axes, searched, named)
+    builder = _GraphBuilder(finder or StrategyFinder(axes, searched), named)
     params = tree.named_leaves(args[0])
     others = len(jax.tree.leaves(args[1:]))
     inputs: list[_TracedValue] = [builder.value(_tensor(leaf)) for leaf in params.values()]
@@ -224,25 +226,38 @@ def graph_of(
     )
 
 
-def graph_of_step(
-    task: Task, plan: Plan, batch: PyTree, traces: dict[Any, Any] | None = None
-) -> Graph:
+@dataclasses.dataclass(frozen=True)
+class KnownGraphs:
+    """What graphs of one task and batch have in common.
+
+    **Fields:** `traces`, by rows, precision and remat policy; `finders` of strategies, by axes:
+    under another policy most equations are equal.
+    """
+
+    traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    finders: dict[Axes, StrategyFinder] = dataclasses.field(default_factory=dict)
+
+
+def graph_of_step(task: Task, plan: Plan, batch: PyTree, known: KnownGraphs | None = None) -> Graph:
     """Return the graph of one device's microbatch under a plan, to be split over `tensor`.
 
     **Arguments:** `batch`: arrays or `jax.ShapeDtypeStruct`s, of all devices. Of the plan `data`,
     `microbatches` and `tensor` count, `precision` and `remat`, and its `shardings` for annotations;
-    its shardings for parameters do not: these are what is searched. `traces`, of graphs of this
-    task and batch, are used again for as many rows, unless they name the mesh that they are of.
+    its shardings for parameters do not: these are what is searched. Traces that are `known` are
+    used again for as many rows, unless they name the mesh that they are of.
     """
+    known = KnownGraphs() if known is None else known
     size = plan.padded_size(leading_dim(batch)) // plan.parts
-    key, traces = (size, plan.precision, plan.remat), {} if traces is None else traces
-    closed, args = traces.get(key) or _traced(task, plan, tree.with_rows(batch, size))
+    key = size, plan.precision, plan.remat
+    closed, args = known.traces.get(key) or _traced(task, plan, tree.with_rows(batch, size))
     if not any(holds(closed.jaxpr, name) for name in ("shard_map", "sharding_constraint")):
-        traces[key] = closed, args
+        known.traces[key] = closed, args
     split = ["tensor"] if plan.tensor > 1 else []
     axes = Axes(dict.fromkeys(split, plan.tensor), permutes=plan.pipeline == 1)
     named = Rules(plan.rules, {"tensor": plan.tensor}).find
-    return graph_of(closed, args, axes, searched=split, trips=plan.most_microbatches, named=named)
+    finder = known.finders.setdefault(axes, StrategyFinder(axes, split))
+    trips = plan.most_microbatches
+    return graph_of(closed, args, axes, searched=split, trips=trips, named=named, finder=finder)
 
 
 def _traced(task: Task, plan: Plan, rows: PyTree) -> tuple[Any, tuple[PyTree, PyTree, PyTree]]:
@@ -277,13 +292,12 @@ class _TracedValue:
 class _GraphBuilder:
     """Collects nodes and values in the order of evaluation."""
 
-    def __init__(self, axes: Axes, searched: Sequence[str], named: NameRule | None) -> None:
-        self.axes, self.searched = axes, tuple(searched)
+    def __init__(self, finder: StrategyFinder, named: NameRule | None) -> None:
+        self._finder, self.axes, self.searched = finder, finder.axes, finder.searched
         self.nodes: list[Node] = []
         self._values: list[_TracedValue] = []
-        self._finder = StrategyFinder(axes, searched)
         self._named = named or (lambda name, shape: None)
-        self._context = RuleContext(axes)
+        self._context = RuleContext(finder.axes)
         self._obeyed: set[Any] = set()
         self._backward = False
 

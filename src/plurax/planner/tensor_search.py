@@ -18,7 +18,6 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -42,7 +41,7 @@ from plurax.planner.costs import (
     sends_meanwhile,
 )
 from plurax.planner.fewest import Walk, fewest_strategies, rules_of, strategies_of
-from plurax.planner.graph import Graph, Node, graph_of_step
+from plurax.planner.graph import Graph, KnownGraphs, Node, graph_of_step
 from plurax.planner.lockstep import StagedModel, Stages, fastest_stages, ticks_of_step
 from plurax.planner.origins import readers
 from plurax.planner.problem import Pins, Problem, Solution, Within
@@ -177,7 +176,7 @@ class TensorSearch:
         self._depth = task.stack.depth if task.stack else 0
         # By `tensor`, remat, whether parameters must be split, and whether there are rules alone.
         self._found: dict[tuple[int, str, bool, bool], list[Sharded]] = {}
-        self._traces: dict[Any, Any] = {}
+        self._known = KnownGraphs()
         # For a remat policy, why pinned strategies are of another model.
         self._other: dict[str, errors.PlanError] = {}
         params, _ = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
@@ -462,7 +461,7 @@ class TensorSearch:
             raise self._other[plan.remat]
         # Stages are not in the graph: it is of the whole model.
         plan = dataclasses.replace(plan, pipeline=1, schedule="1f1b", stages=None, layers=None)
-        graph = graph_of_step(self._task, plan, self._batch, self._traces)
+        graph = graph_of_step(self._task, plan, self._batch, self._known)
         costs = self._costs(plan)
         rules = Rules(plan.rules, graph.axes.mesh)
         ruled = {path: rules.find(path, one.shape) for path, one in graph.parameters.items()}
