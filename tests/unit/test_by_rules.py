@@ -1,6 +1,7 @@
 """Plans that say shardings of parameters and no strategies: stages, and shares of the tokens."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -9,6 +10,7 @@ from tests.planning import bytes_sent
 from tests.unit.test_search_exact import TEXT, block_task, perceptron, perceptron_rows
 
 import plurax as px
+from plurax.execute.transformed_task import tokens_of_parameters
 from plurax.machine_fields import Level
 from plurax.plan import Plan
 from plurax.planner import exact
@@ -100,9 +102,52 @@ def test_no_slower_than_by_megatron(name, bandwidth):
     assert found.ranked[0].seconds <= 1.03 * by_hand.seconds
 
 
+def with_positions():
+    """The stack with a vector for each position, and a bias for each pair of them."""
+    stack = models.transformer_stack().stack
+
+    def init(key):
+        first, second, third = jax.random.split(key, 3)
+        position = 0.1 * jax.random.normal(second, (models.TOKENS, models.WIDTH))
+        pairs = 0.1 * jax.random.normal(third, (models.TOKENS, models.TOKENS))
+        return {**stack.embed.init(first), "position": position, "pairs": pairs}
+
+    def embed(params, batch, keys):
+        x = stack.embed.apply(params, batch, keys) + params["position"][None]
+        scores = jnp.einsum("btd,bsd->bts", x, x) + params["pairs"][None]
+        return x + jax.nn.softmax(scores) @ x
+
+    return px.stack(
+        embed=(init, embed), block=stack.block, head=stack.head, depth=stack.depth, tied=["table"]
+    )
+
+
+def test_dims_of_parameters_that_are_tokens():
+    task, batch = with_positions(), models.text(8)
+    plan = Plan(context=2, stream=4)
+    tokens = tokens_of_parameters(task, batch, plan)
+    # Of pairs the queries' dim is split; each device needs them for all keys.
+    assert {path: dims for path, dims in tokens.items() if dims} == {
+        "embed/position": {0}, "embed/pairs": {0}
+    }  # fmt: skip
+    assert not tokens_of_parameters(task, batch, Plan())
+
+
+def test_tokens_that_context_splits_are_not_split_again():
+    """To the graph of all tokens a split of positions is one of all that is computed of them."""
+    task, batch = with_positions(), models.text(32)
+    fields = {"data": 1, "tensor": 2, "zero": 0, "remat": "none"} | BESIDE["tokens"]
+    found = px.search(task, optax.sgd(0.1), batch, SLOW, pinned=fields, count=1)
+    rules = dict(found.best.rules)
+    assert all(rules.get(f"embed/{name}", (None,))[0] is None for name in ("position", "pairs"))
+    by_hand = px.estimate(task, optax.sgd(0.1), px.Plan(**fields, shardings=MEGATRON), batch, SLOW)
+    assert found.ranked[0].seconds <= 1.03 * by_hand.seconds
+
+
 @pytest.mark.ci
-def test_what_is_found_beside_split_tokens_runs():
-    task, batch = models.transformer_stack(), models.text(32)
+@pytest.mark.parametrize("task", [models.transformer_stack, with_positions])
+def test_what_is_found_beside_split_tokens_runs(task):
+    task, batch = task(), models.text(32)
     fields = {"data": 1, "tensor": 2, "zero": 0, "remat": "none"} | BESIDE["tokens"]
     plan = px.search(task, optax.sgd(0.1), batch, SLOW, pinned=fields, count=1).best
     states = []

@@ -9,14 +9,15 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from plurax import errors
+from plurax import errors, tree
 from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import initial
 from plurax.execute.rows import abstract_rows
 from plurax.jaxpr.context import Context
 from plurax.jaxpr.interpret import all_equations
 from plurax.jaxpr.key_blocks import STREAMED
-from plurax.jaxpr.stream import streamed
+from plurax.jaxpr.stream import streamed, tokens_of_arguments
+from plurax.plan import Plan
 from plurax.task import Layer, Stack, Task
 
 
@@ -66,6 +67,29 @@ def has_attention(task: Task, batch: PyTree, block: int) -> bool:
         eqn.primitive.name == "name" and eqn.params["name"] == STREAMED
         for eqn in all_equations(closed.jaxpr)
     )
+
+
+def tokens_of_parameters(task: Task, batch: PyTree, plan: Plan) -> dict[str, set[int]]:
+    """Return for each parameter the dims that are those of tokens, which `context` splits.
+
+    Positions (T, D) that are learned have one, and so has a bias of attention (H, T, T): that of
+    the queries.
+
+    **Arguments:** `task`, as it is written; `batch`, as `jax.ShapeDtypeStruct`s.
+    """
+    if plan.context == 1 or plan.stream is None:
+        return {}
+    params, model_state = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
+    rows = abstract_rows(batch)
+    states = (model_state,) if task.stateful else ()
+    extra = (rows.mask,) if task.coupled else ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errors.StreamWarning)
+        dims = tokens_of_arguments(
+            task.loss, plan.stream, Context(plan.context, plan.context_strategy),
+            params, *states, rows.batch, rows.keys, *extra,
+        )  # fmt: skip
+    return dict(zip(tree.named_leaves(params), dims, strict=False))  # parameters come first
 
 
 def _stack(stack: Stack, transformed: Callable[..., Any]) -> Stack:

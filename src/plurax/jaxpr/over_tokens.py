@@ -291,6 +291,15 @@ class _Dims:
         ]
 
 
+def dims_of_tokens(jaxpr: Any, devices: int) -> list[set[int]]:
+    """Return for each argument of a jaxpr the dims that are those of tokens.
+
+    In it what attention reads and returns is annotated; `devices` are those of `context`.
+    """
+    dims = _Dims(jaxpr, _Bodies(), Order(devices).parts, ordered=False)
+    return list(map(dims.of, jaxpr.invars))
+
+
 # --- A function of tokens -------------------------------------------------------------------------
 
 

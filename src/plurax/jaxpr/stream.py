@@ -33,7 +33,7 @@ from plurax.jaxpr.interpret import all_equations, source_line, variables
 from plurax.jaxpr.kernel_blocks import KernelBlocks, KernelRegion, on_all_keys
 from plurax.jaxpr.key_blocks import KeyBlocks
 from plurax.jaxpr.masked_queries import WORTHWHILE, Queries, seen_queries
-from plurax.jaxpr.over_tokens import over_tokens
+from plurax.jaxpr.over_tokens import dims_of_tokens, over_tokens
 from plurax.jaxpr.token_order import BY_PLACES
 from plurax.user_frames import warn
 
@@ -111,6 +111,17 @@ def streamed(
     if context is None:
         return by_jaxpr(fun, _regions_of(options).evaluate)
     return over_tokens(fun, functools.partial(_traced, fun, options), context.devices)
+
+
+def tokens_of_arguments(
+    fun: Callable[..., PyTree], block: int, context: Context, *args: PyTree
+) -> list[set[int]]:
+    """Return for each leaf of a function's arguments the dims that are those of tokens.
+
+    **Arguments:** as for `streamed`; `args`, as `jax.ShapeDtypeStruct`s.
+    """
+    closed, _ = _traced(fun, StreamOptions(block, context, False), *args)
+    return dims_of_tokens(closed.jaxpr, context.devices)
 
 
 def _traced(fun: Callable[..., PyTree], options: StreamOptions, *args: PyTree) -> Any:

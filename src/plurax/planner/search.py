@@ -42,7 +42,7 @@ from plurax.execute.check import check_kinds
 from plurax.execute.coupling import may_pad
 from plurax.execute.placement import abstract_batch
 from plurax.execute.population import HyperFn, example_network
-from plurax.execute.transformed_task import streamed_task
+from plurax.execute.transformed_task import streamed_task, tokens_of_parameters
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.mesh import abstract_mesh
@@ -189,7 +189,7 @@ def _search_on(machine: Machine, wanted: Wanted, effort: Effort) -> Found:
     ratios = state_ratios(optimizer, model.like.params)
     shardings = TensorSearch(
         task, like, lambda plan: TimeCosts(machine, plan, ratios), ratios, machine, limit,
-        model.activations,
+        model.activations, functools.partial(tokens_of_parameters, whole, like),
     )  # fmt: skip
     run = _Search(whole, optimizer, like, machine, model, limit, shardings, effort)
     run.look(every, wanted.count)

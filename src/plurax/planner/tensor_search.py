@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import jax
 from jaxtyping import PyTree
@@ -156,7 +156,8 @@ class TensorSearch:
     its own; `machine`, if its devices differ: stages on faster ones get more
     layers; `memory`, the bytes that a device may use: where whole parameters would take more than
     half of them, all large ones are split; `activations`, the bytes of the whole batch that one
-    stage sends to the next.
+    stage sends to the next; `tokens`, a function from a candidate to the dims of parameters that
+    are those of tokens, which `context` splits and `tensor` cannot split again.
     """
 
     def __init__(
@@ -168,7 +169,9 @@ class TensorSearch:
         machine: Machine | None = None,
         memory: float = math.inf,
         activations: int = 0,
+        tokens: Callable[[Plan], Mapping[str, Collection[int]]] = lambda plan: {},
     ) -> None:
+        self._tokens = tokens
         self._machine, self._memory, self._activations = machine, memory, activations
         self._ratios = ratios or {}
         self._task, self._batch, self._costs = task, batch, costs
@@ -439,24 +442,34 @@ class TensorSearch:
         )
         return plan.tensor > 1 and whole / plan.pipeline > 0.5 * self._memory
 
-    def _split(self, graph: Graph, pins: Pins) -> Within:
-        """Return the strategies that split every large parameter as far as it can be."""
-        sizes, within = self._sizes, []
+    def _within(self, graph: Graph, plan: Plan, pins: Pins) -> Within | None:
+        """Return the strategies among which a candidate's are chosen; None: all.
+
+        Tokens that are split over `context` are not split again, which the graph does not know.
+        Where parameters must be split, every large one is split as far as it can be.
+        """
+        lean, tokens = self._lean(plan), self._tokens(plan)
+        if not lean and not any(tokens.values()):
+            return None
+        large, within = sum(self._sizes.values()) / 100 if lean else math.inf, []
         for node in graph.nodes:
             choices = list(range(len(node.strategies)))
             if node.kind == "parameter" and node.path not in pins:
-                tensor = graph.parameters[node.path]
+                tensor, every = graph.parameters[node.path], [s.outputs[0] for s in node.strategies]
+                own = tokens.get(node.path, ())
+                choices = [k for k in choices if not any(every[k].dims[dim] for dim in own)]
                 shards = [
-                    one.outputs[0].shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
-                    for one in node.strategies
+                    one.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
+                    for one in every
                 ]
-                if sizes[node.path] > sum(sizes.values()) / 100:
-                    choices = [choice for choice in choices if shards[choice] == min(shards)]
+                if self._sizes[node.path] > large:
+                    smallest = min(shards[k] for k in choices)
+                    choices = [k for k in choices if shards[k] == smallest]
             within.append(choices)
         return within
 
     def _search(self, plan: Plan) -> Sharded:
-        lean, by_rules = self._lean(plan), _by_rules(plan)
+        whole, lean, by_rules = plan, self._lean(plan), _by_rules(plan)
         if plan.remat in self._other and plan.tensor > 1:
             raise self._other[plan.remat]
         # Stages are not in the graph: it is of the whole model.
@@ -473,7 +486,7 @@ class TensorSearch:
                 self._other[plan.remat] = error
                 raise
             pins = {**pins, **dict(map(_pin, plan.strategies.equations))}
-        within = self._split(graph, pins) if lean else None
+        within = self._within(graph, whole, pins)
         solution = exact.solve(graph, costs, pins, within=within, by_rules=by_rules)
         strategies = strategies_of(graph, solution)
         shardings = dict(solution.parameters)
