@@ -227,7 +227,7 @@ def facts(**changes):
     known = {
         "platform": "gpu", "kinds": ["A"] * 2, "memory": 2**30, "cores": 8, "shm": 2**34,
         "gpus": 2, "settings": {"jax_compilation_cache_dir": "there"},
-        "environment": {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"},
+        "environment": {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}, "small_pages": True,
     }  # fmt: skip
     return doctor.Facts(**{**known, **changes})
 
@@ -283,13 +283,17 @@ def test_doctor_says_what_is_missing_in_a_line(monkeypatch):
     assert installed.keys().isdisjoint(("keras", "torch"))
 
 
+CPU = {"platform": "cpu", "kinds": ["cpu"] * 2, "gpus": 0, "small_pages": False}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({}, "nothing"),
-        ({"platform": "cpu", "kinds": ["cpu"]}, "has 2 NVIDIA GPUs and JAX uses none of them"),
-        ({"platform": "cpu", "kinds": ["cpu"], "gpus": 0}, "one CPU device for 8 cores"),
-        ({"platform": "cpu", "kinds": ["cpu"] * 16, "gpus": 0}, "16 virtual CPU devices share 8"),
+        ({**CPU, "gpus": 2}, "has 2 NVIDIA GPUs and JAX uses none of them"),
+        ({**CPU, "kinds": ["cpu"]}, "one CPU device for 8 cores"),
+        ({**CPU, "kinds": ["cpu"] * 16}, "16 virtual CPU devices share 8"),
+        ({**CPU, "small_pages": True}, "GLIBC_TUNABLES=glibc.malloc.hugetlb=1, set before Python"),
         ({"kinds": ["A", "B"]}, "of several kinds"),
         ({"settings": {}}, "nothing that is compiled is kept"),
         ({"settings": {"jax_compilation_cache_dir": "a", "jax_enable_compilation_cache": False}},
@@ -309,6 +313,26 @@ def test_doctor_says_what_is_missing_in_a_line(monkeypatch):
 def test_doctor_says_what_is_slow(changes, said):
     (found,) = doctor.findings(facts(**changes))
     assert said in found
+
+
+@pytest.mark.parametrize(
+    ("library", "mode", "tunables", "small"),
+    [
+        (("glibc", "2.36"), "always [madvise] never", "", True),
+        (("glibc", "2.35"), "always [madvise] never", "glibc.malloc.arena_max=1", True),
+        (("glibc", "2.36"), "always [madvise] never", "glibc.malloc.hugetlb=1", False),
+        (("glibc", "2.36"), "[always] madvise never", "", False),
+        (("glibc", "2.36"), "always madvise [never]", "", False),
+        (("glibc", "2.36"), None, "", False),
+        (("glibc", "2.31"), "always [madvise] never", "", False),
+        (("", ""), "always [madvise] never", "", False),
+    ],
+)  # fmt: skip
+def test_doctor_knows_small_pages(library, mode, tunables, small, tmp_path):
+    file = tmp_path / "enabled"
+    if mode is not None:
+        file.write_text(mode + "\n")
+    assert doctor.in_small_pages(library, file, {"GLIBC_TUNABLES": tunables}) is small
 
 
 def test_doctor_counts_devices_by_kind():

@@ -28,7 +28,7 @@ SETTINGS = ("jax_enable_x64", "jax_disable_jit", "jax_debug_nans", "jax_debug_in
             "jax_default_matmul_precision", "jax_compilation_cache_dir",
             "jax_enable_compilation_cache")  # fmt: skip
 
-ENVIRONMENT = ("XLA_", "JAX_", "PLURAX_", "CUDA_", "NCCL_", "TPU_", "OMP_")
+ENVIRONMENT = ("XLA_", "JAX_", "PLURAX_", "CUDA_", "NCCL_", "TPU_", "OMP_", "GLIBC_")
 """How the names of the variables begin that change what is computed, or how fast."""
 
 
@@ -41,11 +41,13 @@ SHOWN = (
     "PLURAX_PROCESSES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER",
     "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "NCCL_ALGO", "NCCL_DEBUG",
     "NCCL_IB_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_PROTO",
-    "NCCL_SHM_DISABLE", "OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND",
+    "NCCL_SHM_DISABLE", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND",
 )  # fmt: skip
 """Variables whose values are shown: anything may be in others, such as a password or a host."""
 
 HIDDEN = "(set)"
+
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Facts:
 
     **Fields:** `platform` and `kinds`, of JAX's devices; `memory`, bytes of one, None where JAX
     does not say; `cores` that this process may use; `shm`, bytes of /dev/shm, None without one;
-    `gpus`, GPUs of the machine, whether JAX uses them or not; `settings`, of JAX; `environment`.
+    `gpus`, GPUs of the machine, whether JAX uses them or not; `settings`, of JAX; `environment`;
+    `small_pages`, whether memory comes in small pages, and could come in large ones.
     """
 
     platform: str
@@ -75,6 +78,7 @@ class Facts:
     gpus: int
     settings: Mapping[str, object]
     environment: Mapping[str, str]
+    small_pages: bool
 
 
 def doctor_command(arguments: list[str]) -> int:
@@ -117,7 +121,24 @@ def gather() -> Facts:
         gpus=len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()]),
         settings={name: jax.config.values.get(name) for name in SETTINGS},
         environment=shown_environment(os.environ),
+        small_pages=in_small_pages(platform.libc_ver(), LARGE_PAGES, os.environ),
     )
+
+
+def in_small_pages(
+    library: tuple[str, str], large_pages: Path, environment: Mapping[str, str]
+) -> bool:
+    """Return whether memory comes in pages of 4 KiB, where the C library could ask for larger ones.
+
+    `library`: its name and version; `large_pages`: the file in which Linux says who gets them.
+    https://sourceware.org/glibc/manual/latest/html_node/Memory-Allocation-Tunables.html
+    """
+    name, version = library
+    numbers = tuple(map(int, re.findall(r"\d+", version)))
+    if name != "glibc" or numbers < (2, 35) or not large_pages.is_file():
+        return False
+    asked = "glibc.malloc.hugetlb" in environment.get("GLIBC_TUNABLES", "")
+    return "[madvise]" in large_pages.read_text() and not asked
 
 
 def shown_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -227,6 +248,12 @@ def _of_memory(facts: Facts) -> Iterator[str]:
             "JAX takes three quarters of a GPU's memory at its start: "
             "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 gives it more, and two processes on one GPU need "
             "less each"
+        )
+    if facts.platform == "cpu" and facts.small_pages:
+        yield (
+            "memory comes in pages of 4 KiB, and XLA asks for that of a step in every step: "
+            "GLIBC_TUNABLES=glibc.malloc.hugetlb=1, set before Python starts, makes them large, "
+            "and steps that hold hundreds of megabytes up to a quarter shorter"
         )
     if facts.shm is not None and facts.shm < SMALL_SHM:
         yield (
