@@ -820,6 +820,22 @@ def test_a_partial_sum_with_two_readers_is_reduced_before_the_first(name):
     assert [(one.kind, one.bytes) for one in records] == [("all-reduce", 4 * 6 * 4)]
 
 
+@pytest.mark.parametrize("partial", [(), ("tensor",)], ids=["whole", "partial"])
+def test_operands_that_are_split_along_other_dims_are_split_along_both(partial):
+    """Tokens over `context`, positions by width: no device has the tokens of another."""
+    partitioner = Partitioner(Axes({"context": 2, "tensor": 2}))
+    spec = partitioner.context.spec
+    x = spec((4, 8, 6), np.float32, S(None, "context", None, partial=partial))
+    position = spec((8, 6), np.float32, S(None, "tensor"), is_param=True)
+    y, records = planning.plan_partition(
+        lambda x, position: jnp.tanh(x + position[None]), partitioner, (x, position)
+    )
+    assert y.sharding == S(None, "context", "tensor")
+    # What the devices of `tensor` add up is reduced to their shards.
+    expected = [("reduce-scatter", 4 * 4 * 3 * 4)] if partial else []
+    assert [(one.kind, one.bytes) for one in records] == expected
+
+
 def test_planning_needs_no_devices():
     """32 columns over 128 devices: each sends one, most of them padding."""
     partitioner = Partitioner(Axes({"data": 128, "tensor": 8}))

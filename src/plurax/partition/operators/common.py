@@ -3,7 +3,7 @@
 A rule `rule(context, eqn, inputs)` decides, without arrays, which sharding each operand must have,
 which sharding each result then has, and what one device computes from its shards. Most rules bring
 all operands to one common sharding. The choice is between the shardings that the operands already
-have, and the one that sends the fewest bytes wins.
+have and those that join two of them, and the one that sends the fewest bytes wins.
 
     mesh tensor=4; a (8, 64) is split as (None, tensor), b (8, 64) is (None, None); float32
 
@@ -19,6 +19,7 @@ decision depends on the equation, its inputs and the context alone.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -134,6 +135,7 @@ def common_sharding(
         return TensorSharding.replicated(rank)
     if len(options) == 1:
         return next(iter(options))
+    options |= {_joined(*pair) for pair in itertools.combinations(options, 2)}
 
     def cost(option: TensorSharding) -> tuple[float, float]:
         total = 0.0
@@ -145,6 +147,16 @@ def common_sharding(
     allowed = [option for option in options if not kept & set(option.axes)]
     # Sets have no fixed order: sorting makes the choice the same in every process.
     return min(sorted(allowed, key=repr), key=cost)
+
+
+def _joined(first: TensorSharding, second: TensorSharding) -> TensorSharding:
+    """Return what is split as both are, along other dims over other axes; else the first.
+
+    Tokens (None, context, None) and positions (None, None, tensor): (None, context, tensor).
+    """
+    dims = tuple(a or b for a, b in zip(first.dims, second.dims, strict=True))
+    every = [*first.axes, *second.axes]
+    return TensorSharding(dims) if sum(map(len, dims)) == len({*every}) == len(every) else first
 
 
 def created(inputs: Sequence[ValueVersions]) -> Sequence[ValueVersions]:
