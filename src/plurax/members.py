@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from plurax import errors
@@ -249,10 +248,14 @@ class Members:
         index = self._checked(member)
         return {name: values[index].item() for name, values in self.hyper_table().items()}
 
+    def hyper_arrays(self) -> dict[str, np.ndarray]:
+        """Return `hyper_table` in the dtypes of a compiled program. Raises `MembersError`."""
+        return {name: _canonical(name, values) for name, values in self.hyper_table().items()}
+
     @property
     def hyper_dtypes(self) -> dict[str, Any]:
         """The dtypes of the hyperparameters inside a compiled program, by name."""
-        return {name: jnp.asarray(value).dtype for name, value in self.hyper_of(0).items()}
+        return {name: values.dtype for name, values in self.hyper_arrays().items()}
 
     def seed_of(self, member: int) -> int:
         """Return the seed of the member at a position."""
@@ -276,7 +279,7 @@ class Members:
             indices.astype(np.uint32),
             seeds[indices % len(seeds)].astype(np.uint32),
             np.asarray([self.resample.size(rows, int(index)) for index in indices], np.uint32),
-            {name: _canonical(name, values) for name, values in self.hyper_table().items()},
+            self.hyper_arrays(),
         )
 
     def table(self) -> list[dict[str, Any]]:

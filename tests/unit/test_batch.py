@@ -251,6 +251,20 @@ def test_wider_numpy_dtypes_are_taken_as_jax_takes_them():
     assert models.same_bits(state.params, other.params)
 
 
+@pytest.mark.parametrize("options", [{}, {"resident": False}, {"members": px.Members(2)}])
+def test_bytes_in_the_order_of_another_machine_are_the_same_numbers(options):
+    """As in files of FITS, NetCDF and IDX."""
+    swapped = {name: leaf.astype(leaf.dtype.newbyteorder()) for name, leaf in ROWS.items()}
+    plan = px.Plan(chunk=1, batch_dim="major") if "members" in options else px.Plan(data=2)
+    found, expected = (
+        px.fit(models.mlp_task(), models.optimizer(), rows, evaluation=rows, plan=plan,
+               batch_size=4, progress=False, **options)
+        for rows in (swapped, ROWS)
+    )  # fmt: skip
+    assert models.same_bits(found.state.params, expected.state.params)
+    assert found.history[0]["eval_loss"] == expected.history[0]["eval_loss"]
+
+
 SUM = px.Task(
     init=lambda key: {"w": jnp.zeros(())},
     loss=lambda params, batch, keys: params["w"] * 0 + batch["n"].astype(params["w"].dtype),

@@ -157,6 +157,9 @@ def test_train_writes_what_it_says(workplace, capsys, drawn):
     assert code == 0
     assert "epoch 4/4" in out
     assert "epoch 3/4" not in out
+    assert "nothing is left" not in out
+    code, out, _ = run(capsys, "train", "small.py", *again)
+    assert (code, "nothing is left to train: the run is at step 16 of 16\n" in out) == (0, True)
 
 
 @pytest.mark.ci

@@ -42,12 +42,24 @@ def test_a_new_file_trains_and_predicts(capsys):
     assert "float32[3]" in out
 
 
+def test_a_new_file_in_a_folder_and_one_with_a_space(capsys, workplace):
+    code, out, _ = run(capsys, "new", ".")
+    assert (code, out) == (0, "wrote experiment.py\n\n  plurax train experiment.py\n")
+    code, out, _ = run(capsys, "new", "my work/a")
+    assert (code, out) == (0, "wrote my work/a.py\n\n  plurax train 'my work/a.py'\n")
+    assert "\n    plurax train 'my work/a.py'\n" in Path("my work/a.py").read_text()
+    _, out, _ = run(capsys, "examples", "lora", "--to", "my work")
+    assert out.endswith(" 'my work/lora.py'\n")
+
+
 def test_nothing_is_written_over(capsys):
     Path("mine.py").write_text("my own")
     for command in (["new", "mine.py"], ["new", "mine"]):
         code, _, err = run(capsys, *command)
         assert (code, "mine.py is there already, and is not written over." in err) == (2, True)
     assert Path("mine.py").read_text() == "my own"
+    code, _, err = run(capsys, "new", "mine.py/other.py")
+    assert (code, "error: mine.py is there already" in err) == (2, True)
     code, _, err = run(capsys, "new", "/proc/no/mine.py")
     assert (code, "/proc/no/mine.py could not be written" in err) == (2, True)
 

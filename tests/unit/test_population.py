@@ -543,6 +543,28 @@ def test_a_hyperparameter_that_is_not_given():
         fit(optimizer=lambda hyper: optax.adamw(hyper["rate"], weight_decay=hyper["decay"]))
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_what_members_compute_has_the_dtype_of_their_hyperparameters(dtype):
+    """5 members on two devices fill 6 slots; the state of a member is as an array of JAX says."""
+
+    def task(hyper):
+        return px.Task(
+            init=lambda key: jnp.full(2, hyper["start"]),
+            loss=lambda params, batch, keys: (batch * params[None]).sum(axis=1),
+        )
+
+    starts, batch = np.arange(5, dtype=dtype), np.ones((4, 2), dtype)
+    members = px.Members(5, {"start": starts})
+    program = px.compile(task, optax.sgd(0.5), PLAN, batch, members=members)
+    state, _ = program.step(program.init(), batch)
+    params = program.to_canonical(state).params
+    assert params.dtype == dtype
+    np.testing.assert_array_equal(params, np.stack([starts, starts], 1) - dtype(0.5))
+    other = dataclasses.replace(state, params=state.params.astype(jnp.bfloat16))
+    with pytest.raises(px.errors.BatchError, match=r"params: bfloat16\[6,2\]"):
+        program.step(other, batch)
+
+
 def test_a_hyperparameter_that_decides_what_code_runs():
     def optimizer(hyper):
         return optax.adam(1e-3) if hyper["rate"] > 0.01 else optax.sgd(1e-3)

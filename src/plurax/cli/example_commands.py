@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -39,10 +40,10 @@ class ExamplesOptions:
 def new_command(arguments: list[str]) -> int:
     """Write the template."""
     file = local_path(parse_options(NewOptions, "plurax new", arguments).file)
-    file = file if file.suffix else file.with_suffix(".py")
-    text = (examples_folder() / f"{TEMPLATE}.py").read_text("utf-8")
-    _write(file, text.replace(f"{TEMPLATE}.py", str(file)).replace(TEMPLATE, file.stem))
-    print(f"wrote {file}\n\n  plurax train {file}")
+    file = file / "experiment.py" if file.is_dir() else file.with_suffix(file.suffix or ".py")
+    text, quoted = (examples_folder() / f"{TEMPLATE}.py").read_text("utf-8"), shlex.quote(str(file))
+    _write(file, text.replace(f"{TEMPLATE}.py", quoted).replace(TEMPLATE, file.stem))
+    print(f"wrote {file}\n\n  plurax train {quoted}")
     return 0
 
 
@@ -71,7 +72,7 @@ def examples_command(arguments: list[str]) -> int:
     if missing := missing_packages(text):
         print(f"It needs {', '.join(missing)}: pip install 'plurax[examples,pictures]'")
     starts = "plurax train" if "def experiment(" in text else "python"
-    print(f"\n  {starts} {target / name}.py")
+    print(f"\n  {starts} {shlex.quote(f'{target / name}.py')}")
     return 0
 
 
@@ -100,8 +101,7 @@ def missing_packages(text: str) -> list[str]:
 
 
 def _first_line(path: Path) -> str:
-    text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-    return text.partition("\n")[0]
+    return (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
 
 
 def _write(path: Path, text: str) -> None:
@@ -109,10 +109,10 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
-    except FileExistsError:
+    except FileExistsError as error:  # of the file, or of one where a folder should be
         raise errors.ExperimentError(
-            f"{path} is there already, and is not written over. Give another name or folder, or "
-            "move it away."
+            f"{error.filename} is there already, and is not written over. Give another name or "
+            "folder, or move it away."
         ) from None
     except OSError as error:
         raise errors.not_written(str(path), str(error)) from None

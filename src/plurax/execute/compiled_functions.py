@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.execute.array_data import ArrayData
 from plurax.execute.compiler_options import jitted
-from plurax.execute.placement import Placement
+from plurax.execute.placement import Placement, jax_dtype
 from plurax.execute.step_functions import StepFunctions
 from plurax.mesh import replicated
 
@@ -98,8 +98,7 @@ def abstract_data(data: PyTree, mesh: Mesh) -> PyTree:
     def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
         own = getattr(leaf, "sharding", None)
         where = own if own is not None and own.device_set == whole.device_set else whole
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-        return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=where)
+        return jax.ShapeDtypeStruct(np.shape(leaf), jax_dtype("", leaf), sharding=where)
 
     return jax.tree.map(abstract_leaf, data)
 

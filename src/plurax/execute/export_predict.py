@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors
@@ -101,8 +100,7 @@ def _whole_predict(program: Program, state: TrainState) -> Callable[[PyTree], Py
         return within(mesh, lambda inputs: one(params, model_state, inputs))
     members = program.members
     assert members is not None
-    tables = [members.hyper_of(index) for index in range(members.count)]
-    hyper = {name: np.asarray([row[name] for row in tables]) for name in tables[0]}
+    hyper = members.hyper_arrays()
 
     def of_member(params: PyTree, model_state: PyTree, hyper: Any, inputs: PyTree) -> PyTree:
         task = functions.make(hyper).task

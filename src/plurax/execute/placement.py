@@ -103,12 +103,12 @@ class Placement:
         fits = structure == self.structure and all(
             np.shape(leaf)[1:] == want.shape[1:]
             and np.ndim(leaf) == len(want.shape)
-            and (getattr(leaf, "dtype", None) == want.dtype or _canonical(path, leaf) == want.dtype)
+            and (getattr(leaf, "dtype", None) == want.dtype or jax_dtype(path, leaf) == want.dtype)
             for path, leaf, want in zip(self._paths, leaves, self._leaves, strict=True)
         )
         if not fits:
             for path, leaf in tree.named_leaves(batch).items():
-                _canonical(path, leaf)
+                jax_dtype(path, leaf)
             raise errors.batch_mismatch(
                 tree.describe(self.like, batch_dim=True), tree.describe(batch)
             )
@@ -329,7 +329,7 @@ def device_data(data: PyTree, sharding: NamedSharding) -> PyTree:
     leaves = [
         leaf if isinstance(leaf, jax.Array) else exactly(path, np.asarray(leaf), dtype)
         for path, leaf in tree.named_leaves(data).items()
-        for dtype in [_canonical(path, leaf)]
+        for dtype in [jax_dtype(path, leaf)]
     ]
     return put(jax.tree.unflatten(jax.tree.structure(data), leaves), sharding)
 
@@ -341,7 +341,7 @@ def _spread(data: PyTree, sharding: NamedSharding) -> PyTree:
 
     def leaf(path: Any, array: Any) -> jax.Array:
         name = tree.path_name(path)
-        dtype = _canonical(name, array)
+        dtype = jax_dtype(name, array)
 
         def own(index: Any) -> np.ndarray:
             places = np.minimum(np.arange(rows)[index[0]], count - 1)
@@ -397,7 +397,7 @@ def abstract_batch(batch: PyTree) -> PyTree:
     """Return a batch as `jax.ShapeDtypeStruct`s. Raises `BatchError` where it is not one."""
     leading_dim(batch)
     leaves = [
-        jax.ShapeDtypeStruct(np.shape(leaf), _canonical(path, leaf))
+        jax.ShapeDtypeStruct(np.shape(leaf), jax_dtype(path, leaf))
         for path, leaf in tree.named_leaves(batch).items()
     ]
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)
@@ -425,7 +425,7 @@ def _padded_keys(keys: Any, places: Int[np.ndarray, "N"]) -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(padded), impl=jax.random.key_impl(keys))
 
 
-def _canonical(path: str, leaf: Any) -> np.dtype:
+def jax_dtype(path: str, leaf: Any) -> np.dtype:
     """Return the dtype that JAX gives a leaf. Raises `BatchError` for a leaf without numbers."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -437,4 +437,4 @@ def _canonical(path: str, leaf: Any) -> np.dtype:
     number = jnp.issubdtype(dtype, jnp.number) and dtype.kind != "m"
     if not (number or dtype == np.bool_):
         raise errors.batch_leaf_not_numbers(path, str(dtype), dtype.kind)
-    return jax.dtypes.canonicalize_dtype(dtype)
+    return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))  # FITS and NetCDF have ">f4"

@@ -58,7 +58,6 @@ ANY_ROWS = 2**31 - 1
 """The number of rows assumed for resampling where no data are resident and no row is drawn."""
 
 HyperFn = Callable[[Hyper], Any]
-"""Parameters and model states."""
 
 
 class TaskAndOptimizer(NamedTuple):
@@ -88,8 +87,12 @@ def example_network(
     if members is None:
         assert isinstance(task, Task)
         return TaskAndOptimizer(task, optimizer)
-    hyper = {name: jnp.asarray(value) for name, value in members.hyper_of(0).items()}
-    return task_and_optimizer(task, optimizer, hyper)
+    return task_and_optimizer(task, optimizer, first_hyper(members))
+
+
+def first_hyper(members: Members) -> Hyper:
+    """Return the first member's hyperparameters, of the strong types that a program computes in."""
+    return {name: jnp.asarray(values[0]) for name, values in members.hyper_arrays().items()}
 
 
 def _call(what: str, maker: HyperFn, hyper: Hyper) -> Any:
@@ -110,9 +113,9 @@ def _call(what: str, maker: HyperFn, hyper: Hyper) -> Any:
         raise errors.TaskError(
             f"{what}(hyper) asked for the value of a hyperparameter while the program was traced "
             f"({reason}). Every member has its own value, so it cannot decide what code runs: "
-            "compute with it (jnp.where, jnp.minimum) instead of branching on it. A schedule is "
-            "any function of the step: lambda step: hyper['learning_rate'] * jnp.minimum(1, step / "
-            "hyper['warmup'])."
+            "compute with it (jnp.where, jnp.minimum) instead of branching on it. Multiply a "
+            "schedule of optax that asks for its peak: lambda step: hyper['learning_rate'] * "
+            "optax.warmup_cosine_decay_schedule(0, 1, 100, 1000)(step)."
         ) from error
     fits = isinstance(returned, Task) if what == "task" else hasattr(returned, "update")
     if not fits:
@@ -153,7 +156,6 @@ class Population(StepFunctions):
         self._task, self._optimizer = task, optimizer
         self.plan, self.mesh, self.batch, self.options = plan, mesh, batch, options
         self.members, self.count, self._reading = members, members.count, reads
-        self._hyper = {name: jnp.asarray(value) for name, value in members.hyper_of(0).items()}
         self.example = example_network(task, optimizer, members)
         self.backend = make_backend(*self.example, plan, mesh, batch)
         self.layout = MembersLayout(self.backend.layout, members.count, mesh)
@@ -178,7 +180,7 @@ class Population(StepFunctions):
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.metrics_sharding)
 
         word = jax.ShapeDtypeStruct((), np.uint32)
-        arrays = jax.tree.map(many, MemberArrays(word, word, word, self._hyper))
+        arrays = jax.tree.map(many, MemberArrays(word, word, word, first_hyper(self.members)))
         other.__dict__["arguments"] = (arrays,)
         return other
 

@@ -26,7 +26,6 @@ class StateStore:
 
     def __init__(self, functions: StepFunctions) -> None:
         self._layout, self._mesh = functions.layout, functions.mesh
-        self._of_members = functions.count is not None
 
     @functools.cached_property
     def shapes(self) -> TrainState:
@@ -85,6 +84,6 @@ class StateStore:
 
     def check(self, state: TrainState) -> None:
         """Raise why compiled functions did not take a state, if they could not."""
-        if self._of_members and not same_shapes(state, self.shapes):
+        if state.step.shape != self.shapes.step.shape:
             self._layout.check(state)
         check_stored(state, self.shapes)

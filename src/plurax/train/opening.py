@@ -188,4 +188,6 @@ def open_bar(
     stack.enter_context(bar)
     if program.chose:
         bar.note(choice_text(program.plan))
+    if steps and state.steps_taken >= steps:
+        bar.note(f"nothing is left to train: the run is at step {state.steps_taken} of {steps}")
     return bar
