@@ -244,8 +244,6 @@ PYTHON = {
          "BatchError", "data['x'] is a list of lists of different lengths, and an array has one"),
         ("px.fit(task, optimizer, 'table.csv', batch_size=8)", "BatchError",
          "data='table.csv' is no file that plurax reads: .npy, .npz, .parquet, .arrow, .feather"),
-        ("px.fit(keyed, optimizer, data, batch_size=8, output='run')", "CheckpointError",
-         "the state holds model/key: key<fry>[], which no checkpoint can hold."),
         ("px.fit(task, optimizer, data, batch_size=8, output='file.txt')", "CheckpointError",
          "file.txt could not be written to: file.txt is a file, and output is a directory."),
         ("px.fit(task, optimizer, data, batch_size=8, output='file.txt/run')", "CheckpointError",

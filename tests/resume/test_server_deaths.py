@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -232,3 +233,17 @@ def test_a_store_that_is_too_small_is_refused():
         px.errors.PlanError, match="GB of memory that processes share, and /dev/shm has"
     ):
         RayTransport(SYNC, store_bytes=1 << 50)
+
+
+def test_arrays_that_a_task_reads_keep_64_bits_in_a_worker(x64):
+    """They arrive before its first line, in which it would be told of 64 bits."""
+    third, data = jnp.asarray(1 / 3), models.data(16, dtype=np.float64)
+    task = px.Task(
+        init=lambda key: jnp.zeros(models.FEATURES),
+        loss=lambda params, batch, keys: (batch["x"] @ params - third) ** 2,
+    )
+    found, expected = (
+        px.fit(task, optax.sgd(0.1), data, batch_size=8, progress=False, servers=servers)
+        for servers in (Servers(workers=1), None)
+    )
+    assert models.max_rel_error(found.state.params, expected.state.params) < 1e-10

@@ -13,6 +13,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given
@@ -242,6 +243,38 @@ def test_the_algorithm_of_a_key_comes_back(tmp_path):
         # The data of unsafe_rbg have the same shape.
         with pytest.raises(px.errors.CheckpointError, match=r"another task or optimizer"):
             writer.restore(like(make_state(impl="unsafe_rbg")))
+
+
+def test_random_keys_and_arrays_without_elements_come_back(tmp_path):
+    """Of parameters, the optimizer's state and model state, under another plan."""
+
+    def loss(params, state, batch, keys, mask):
+        kept, key = jax.random.split(state["key"])
+        noise = jnp.where(mask, jax.random.normal(key, ()), 0)
+        return batch["x"] @ params["w"] * noise, {}, {"key": kept}
+
+    task = px.Task(
+        init=lambda key: ({"w": jnp.ones(5), "none": jnp.zeros((0, 3))}, {"key": key}),
+        loss=loss, evaluate=lambda params, state, batch: batch["x"] @ params["w"],
+        stateful=True, coupled=True,
+    )  # fmt: skip
+    rule = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(1)), optax.adam(0.1))
+
+    def fitted(epochs, plan=px.Plan(), **options):  # noqa: B008  frozen
+        return px.fit(task, rule, models.data(16), plan=plan, epochs=epochs, batch_size=8,
+                      progress=False, **options)  # fmt: skip
+
+    whole = fitted(2)
+    fitted(1, output=tmp_path)
+    resumed = fitted(2, px.Plan(data=2, zero=1), output=tmp_path, resume=True)
+    found, expected = (jax.tree.leaves(run.state) for run in (resumed, whole))
+    for one, other in zip(found, expected, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    assert models.max_rel_error(resumed.state.params, whole.state.params) < 1e-5
+    data = [jax.random.key_data(run.state.model_state["key"]) for run in (resumed, whole)]
+    assert models.same_bits(*data)
+    started = px.start_from(task, tmp_path).init(jax.random.key(0))[0]
+    assert models.same_bits(started, resumed.state.params)
 
 
 # --- What is damage, and what is not ----------------------------------------------------------

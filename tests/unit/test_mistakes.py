@@ -42,18 +42,11 @@ def names():
     data = {"x": x, "y": x.sum(axis=1)}
     task = px.Task(init=init, loss=loss, predict=lambda params, inputs: inputs["x"] @ params["w"])
 
-    def keyed_loss(params, state, batch, keys, mask):
-        return loss(params, batch, keys), {}, state
-
     return {
         "px": px, "np": np, "optax": optax, "nn": nn, "jax": jax,
         "init": init, "loss": loss, "key": jax.random.key(0), "data": data, "task": task,
         "optimizer": optax.sgd(0.1), "make_task": lambda width: task,
         "other": lambda **fields: px.Task(init=init, loss=loss, **fields),
-        "keyed": px.Task(
-            init=lambda key: (init(key), {"key": key}), loss=keyed_loss, coupled=True,
-            stateful=True, evaluate=lambda params, state, batch: batch["y"],
-        ),
         "flax_loss": lambda model, batch, keys: batch["y"],
         "linen_module": nn.Dense(1), "nnx_module": nnx.Linear(3, 1, rngs=nnx.Rngs(0)),
         "transformed": hk.transform(lambda x: x),

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -219,7 +220,7 @@ class Checkpoints:
         self.lock()
         assert self._manager is not None
         # Fingerprints are computed on the devices, before any byte passes through Orbax.
-        plain, keys = _plain(state)
+        plain, others = _plain(state)
         prints = state_fingerprints(state)
         step, newest = state.steps_taken, max(self._group.on_primary(self.steps), default=-1)
         if step <= newest:
@@ -227,13 +228,14 @@ class Checkpoints:
                 raise errors.checkpoint_not_newer(str(self.directory), step, newest)
             return
         described: dict[str, Any] = {
-            "shapes": tree.describe(plain) + keys,
+            "shapes": tree.describe(plain) + others,
             "key_impls": _key_impls(state),
             "fingerprints": prints,
         }
         arrays: dict[str, PyTree] = {"state": plain}
         if residuals:
-            arrays["residuals"], described["workers"] = residuals, len(residuals)
+            arrays["residuals"] = jax.tree.map(_unless_empty, residuals)
+            described["workers"] = len(residuals)
         from plurax.checkpoint.arrays import write_step
 
         saving = (self._manager, step, arrays, sealed({"run": meta, **described}))
@@ -451,8 +453,9 @@ class Checkpoints:
             return None
         from plurax.checkpoint.arrays import read_arrays
 
-        found: Residuals = read_arrays(directory / "residuals", [like] * workers)
-        return found
+        stored = [_unless_empty(leaf) for leaf in like]
+        found: Residuals = read_arrays(directory / "residuals", [stored] * workers)
+        return [[a if b is None else b for a, b in zip(like, each, strict=True)] for each in found]
 
     def run_meta(self, step: int) -> Meta | None:
         """Return the JSON description that was saved at a step; None where it is damaged."""
@@ -477,8 +480,8 @@ class Checkpoints:
         described = self._read_by_primary(lambda: read_description(directory))
         if callable(like):
             like = like(described["run"])
-        plain_like, keys = _plain(like)
-        shapes = tree.describe(plain_like) + keys
+        plain_like, others = _plain(like)
+        shapes = tree.describe(plain_like) + others
         if shapes != described["shapes"]:
             differ = tree.differences(shapes, described["shapes"])
             raise errors.checkpoint_mismatch(str(self.directory), differ)
@@ -492,7 +495,7 @@ class Checkpoints:
         changed = [path for path, value in found.items() if value != saved.get(path)]
         if changed:
             raise Damage(f"the bytes of {', '.join(changed)} are not those that were saved")
-        return _keyed(plain, described["key_impls"]), described["run"]
+        return _as_saved(plain, described["key_impls"], like), described["run"]
 
     def _is_there(self, step: int) -> bool:
         return (self.directory / str(step)).is_dir()
@@ -539,41 +542,52 @@ def state_fingerprints(state: TrainState) -> dict[str, str]:
 
 
 def _plain(state: TrainState) -> tuple[dict[str, PyTree], str]:
-    """Return the state as a dict of ordinary arrays, random keys as their data, and a list of keys.
+    """Return the state as a dict of ordinary arrays, and a text that lists all others.
 
-    Leaves of `state` may be `jax.ShapeDtypeStruct`s; the list of keys is text.
+    Random keys become their data, arrays without elements, which Orbax does not write, None. Leaves
+    of `state` may be `jax.ShapeDtypeStruct`s.
     """
 
     def plain(leaf: Any) -> Any:
         if not _is_key(leaf):
-            return leaf
+            return _unless_empty(leaf)
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.random.key_data(leaf)
         data = jax.eval_shape(jax.random.key_data, leaf)
         sharding = leaf.sharding or state.step.sharding
         return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
-    keys = [f"\n    {path} is a {leaf.dtype}" for path, leaf in _keys(state).items()]
-    return jax.tree.map(plain, _parts(state)), "".join(keys)
+    others = _others(state).items()
+    text = "".join(f"\n    {path} is a {leaf.dtype}" for path, leaf in others)
+    return jax.tree.map(plain, _parts(state)), text
 
 
-def _keyed(plain: dict[str, PyTree], impls: dict[str, str]) -> TrainState:
-    """Return the state that `_plain` converted."""
+def _unless_empty(leaf: Any) -> Any:
+    return None if 0 in leaf.shape else leaf
 
-    def keyed(path: Any, leaf: Any) -> Any:
-        impl = impls.get(tree.path_name(path))
-        return leaf if impl is None else jax.random.wrap_key_data(leaf, impl=impl)
 
-    return TrainState(**jax.tree.map_with_path(keyed, plain))
+def _as_saved(plain: dict[str, PyTree], impls: dict[str, str], like: TrainState) -> TrainState:
+    """Return the state that `_plain` converted; `like` says what is empty."""
+    arrays = tree.named_leaves(plain)
+
+    def saved(path: Any, leaf: Any) -> Any:
+        name = tree.path_name(path)
+        if name not in arrays:
+            return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        impl = impls.get(name)
+        return arrays[name] if impl is None else jax.random.wrap_key_data(arrays[name], impl=impl)
+
+    return TrainState(**jax.tree.map_with_path(saved, _parts(like)))
 
 
 def _key_impls(state: TrainState) -> dict[str, str]:
-    return {path: str(jax.random.key_impl(leaf)) for path, leaf in _keys(state).items()}
+    keys = {path: leaf for path, leaf in _others(state).items() if _is_key(leaf)}
+    return {path: str(jax.random.key_impl(leaf)) for path, leaf in keys.items()}
 
 
-def _keys(state: TrainState) -> dict[str, Any]:
+def _others(state: TrainState) -> dict[str, Any]:
     named = tree.named_leaves(_parts(state))
-    return {path: leaf for path, leaf in named.items() if _is_key(leaf)}
+    return {path: leaf for path, leaf in named.items() if _is_key(leaf) or 0 in leaf.shape}
 
 
 def _parts(state: TrainState) -> dict[str, PyTree]:

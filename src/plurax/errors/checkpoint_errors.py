@@ -82,13 +82,6 @@ def checkpoint_too_slow(directory: str, seconds: float) -> DiskError:
     )
 
 
-def leaf_not_saveable(path: str, kind: str) -> CheckpointError:
-    return CheckpointError(
-        f"the state holds {path}: {kind}, which no checkpoint can hold. Keep a random key as "
-        "jax.random.key_data(key), leave out arrays without elements, or train without output."
-    )
-
-
 def weights_unknown(path: str, exists: bool) -> CheckpointError:
     if not exists:
         return CheckpointError(f"{path}: there are no weights; no such file or folder.")

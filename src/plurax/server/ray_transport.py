@@ -155,10 +155,12 @@ class RayTransport(Transport):
         own = (sys.prefix, sys.base_prefix)
         folders = [folder for folder in sys.path if folder and not folder.startswith(own)]
         variables = {"PYTHONPATH": os.pathsep.join(folders)}
+        settings = {key: getattr(jax.config, key, None) for key in SETTINGS}
+        # It must be set before arrays that the task has in itself arrive: they would be rounded.
+        variables["JAX_ENABLE_X64"] = "1" if settings["jax_enable_x64"] else "0"
         variables |= {} if gpus else {"JAX_PLATFORMS": "cpu"}
         options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0,
                    "enable_task_events": False, "runtime_env": {"env_vars": variables}}  # fmt: skip
-        settings = {key: getattr(jax.config, key, None) for key in SETTINGS}
         folder = None
         if self._shared is not None:
             folder = tempfile.mkdtemp(prefix=name.replace(" ", "-") + "-", dir=self._shared.path)

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from plurax import errors, tree
+from plurax import errors
 from plurax.distributed.global_arrays import check_here
 from plurax.execute.check import check_kinds
 from plurax.execute.placement import is_arrays
@@ -21,7 +20,6 @@ from plurax.members import Members
 from plurax.plan import Plan
 from plurax.server.servers import Servers
 from plurax.sources.adapt import adapt
-from plurax.state import TrainState
 from plurax.train.elastic import plan_for_those_left
 from plurax.train.serve import check_servers
 from plurax.validate import local_path, whole_number
@@ -117,22 +115,9 @@ def check_run(
             f"evaluate_every={evaluate_every} needs data to evaluate on: give fit(evaluation=...) "
             "too."
         )
-    _check_saveable(program.canonical_shapes, output)
+    if output is not None:
+        check_room(output, program.canonical_shapes)
     return _first(evaluation, batches, program.batch_size) if batches else evaluation
-
-
-def _check_saveable(state: TrainState, output: Path | None) -> None:
-    """Raise `CheckpointError` before the first step for a leaf that no checkpoint can hold.
-
-    And for a disk that has no room for one.
-    """
-    if output is None:
-        return
-    parts = {"params": state.params, "opt_state": state.opt_state, "model": state.model_state}
-    for path, leaf in tree.named_leaves(parts).items():
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or 0 in leaf.shape:
-            raise errors.leaf_not_saveable(path, f"{leaf.dtype}{list(leaf.shape)}")
-    check_room(output, state)
 
 
 def _first(data: Any, batches: int, batch_size: int) -> Any:

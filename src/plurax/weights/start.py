@@ -81,7 +81,8 @@ def start_from(
     wanted = tree.named_leaves(made[0] if task.stateful else made)
     kept = task.init.weights if isinstance(task.init, StartInit) else {}
     known = {**kept, **{name: leaf for name, leaf in named.items() if name in wanted}}
-    missing = [name for name in wanted if name not in known]
+    # A checkpoint has no arrays without elements.
+    missing = [name for name, leaf in wanted.items() if name not in known and 0 not in leaf.shape]
     unused = [name for name in named if name not in wanted]
     shapes = {
         name: (wanted[name].shape, np.shape(leaf))

@@ -31,7 +31,10 @@ def save(params: PyTree, path: str | os.PathLike[str]) -> None:
     whole = {name: np.ascontiguousarray(leaf) for name, leaf in named(params).items()}
     for name, leaf in whole.items():
         if leaf.dtype.kind not in "biufV":  # V: bfloat16
-            raise errors.leaf_not_saveable(name, str(leaf.dtype))
+            raise errors.CheckpointError(
+                f"the parameter {name!r} is {leaf.dtype}, which no .safetensors file holds. Give "
+                "real and imaginary parts as two arrays, or save the state by plurax.Checkpoints."
+            )
     if is_primary():
         make_folder(path.parent)
         with replacing(path) as new:
