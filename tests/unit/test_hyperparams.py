@@ -230,6 +230,20 @@ def test_a_state_that_is_sent_back_takes_the_place_of_the_one_that_was_yielded()
     assert program.hyperparams.read(steps.state)["learning_rate"] == 0
 
 
+def test_a_schedule_does_not_keep_others_of_its_name_from_being_set():
+    inject = optax.inject_hyperparams(optax.sgd)
+    rule = optax.chain(
+        inject(learning_rate=optax.linear_schedule(1, 0, 9)), inject(learning_rate=1.0)
+    )
+    batch = models.data(BATCH)
+    program = px.compile(models.mlp_task(), rule, px.Plan(), batch)
+    path = "opt_state/1/hyperparams/learning_rate"
+    state = program.hyperparams.set(program.init(), {path: 0.5})
+    assert program.hyperparams.read(state)[path] == 0.5
+    with pytest.raises(px.errors.TaskError, match="follows a schedule"):
+        program.hyperparams.set(state, {path.replace("1", "0"): 0.5})
+
+
 REFUSED = {
     "unknown": (adam, {"rate": 1.0}, r"keeps no hyperparameter 'rate'; it keeps .*learning_rate"),
     "none": (lambda: optax.adam(RATE), {"learning_rate": 1.0}, "nor any other. Write optax.inject"),

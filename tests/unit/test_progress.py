@@ -105,6 +105,11 @@ def test_compiling_is_said_with_its_time():
         assert "0:00:00" in text.getvalue()
 
 
+def test_the_ends_of_a_population_are_shown_where_a_row_has_both():
+    assert "loss 0.5000 (0.4000 to 0.6000)" in shown({**ROW, "loss_best": 0.4, "loss_worst": 0.6})
+    assert "loss 0.5000  accuracy" in shown({**ROW, "loss_best": 0.4})  # a metric of a task
+
+
 class Unread(io.StringIO):
     """What `| head -1` leaves behind."""
 

@@ -47,9 +47,12 @@ def good_loss(params, batch, keys):
             lambda p, b, k: (good_loss(p, b, k), {"top": jnp.zeros(())}),
             r"metric 'top', returned shape \(\); it must be \(2,\)",
         ),
-        (
-            lambda p, b, k: (good_loss(p, b, k), {"loss": jnp.zeros(2)}),
-            r"a metric called 'loss', which plurax reports itself",
+        *(
+            (
+                lambda p, b, k, name=name: (good_loss(p, b, k), {name: jnp.zeros(2)}),
+                rf"a metric called {name!r}\. Its name has to be a text, and none of those that",
+            )
+            for name in ("loss", "kind", "step", "epoch", 1)
         ),
     ],
 )

@@ -31,7 +31,8 @@ from plurax.task import Task
 from plurax.tree import sum_dtype
 from plurax.validate import place_of, without_axes
 
-RESERVED = frozenset({"loss", "weight", "grad_norm", "examples", "skipped"})
+RESERVED = frozenset({"loss", "weight", "grad_norm", "examples", "skipped", "kind", "step", "epoch",
+                      "seconds", "examples_per_second", "members", "estimate"})  # fmt: skip
 
 
 class Totals(NamedTuple):
@@ -141,10 +142,10 @@ def check_losses(output: Any, size: int, where: str) -> tuple[Array, dict[str, A
             f"{where} returned dtype {losses.dtype}; a loss must be floating point."
         )
     for name in metrics:
-        if name in RESERVED:
+        if name in RESERVED or not isinstance(name, str):
             raise errors.TaskError(
-                f"Task.loss returned a metric called {name!r}, which plurax reports itself; choose "
-                f"another name than {', '.join(sorted(RESERVED))}."
+                f"{where} returned a metric called {name!r}. Its name has to be a text, and none "
+                f"of those that plurax reports itself: {', '.join(sorted(RESERVED))}."
             )
     return losses, metrics
 

@@ -23,7 +23,7 @@ from plurax.state import TrainState
 
 KEPT = re.compile(r"opt_state/(?:[^,]*/)?hyperparams/[^,/]+")
 """The path of a hyperparameter that `optax.inject_hyperparams` keeps."""
-SCHEDULED = re.compile(r"opt_state/(?:[^,]*/)?hyperparams_states/([^,/]+)/")
+SCHEDULED = re.compile(r"(opt_state/(?:[^,]*/)?hyperparams)_states(/[^,/]+)/")
 """The path of the state of a schedule, which writes its hyperparameter in every step."""
 
 
@@ -37,7 +37,7 @@ class Hyperparams:
         paths = jax.tree.leaves(layout.names)
         self._members = members
         self._leaves = {path: index for index, path in enumerate(paths) if KEPT.fullmatch(path)}
-        self._scheduled = {match[1] for match in map(SCHEDULED.match, paths) if match}
+        self._scheduled = {match[1] + match[2] for match in map(SCHEDULED.match, paths) if match}
 
     def read(self, state: TrainState) -> dict[str, Any]:
         """Return each hyperparameter by its name, of members an array `(members,)`.
@@ -84,7 +84,7 @@ class Hyperparams:
                 f"several hyperparameters of the optimizer are named {name!r}. Give the path of "
                 f"one: {', '.join(paths)}."
             )
-        if _name(name) in self._scheduled:
+        if paths[0] in self._scheduled:
             raise errors.TaskError(
                 f"the hyperparameter {name!r} follows a schedule, which would replace another "
                 "value in the next step. Give optax.inject_hyperparams a number in place of the "

@@ -96,6 +96,5 @@ def shown_values(row: Mapping[str, Any]) -> dict[str, str]:
 
 def _ends(row: Mapping[str, Any], name: str) -> str:
     """Return the range from the best to the worst member as text, if `row` has both."""
-    if f"{name}_best" not in row:
-        return ""
-    return f" ({row[f'{name}_best']:.4f} to {row[f'{name}_worst']:.4f})"
+    best, worst = (row.get(f"{name}_{end}") for end in ("best", "worst"))
+    return "" if best is None or worst is None else f" ({best:.4f} to {worst:.4f})"
