@@ -5,6 +5,7 @@ import re
 
 import jax
 import numpy as np
+import optax
 import pytest
 from tests import models
 
@@ -94,3 +95,18 @@ def test_memory_of_a_chunk_does_not_grow_with_the_members():
     )
     growth = (many.memory().temporaries - few.memory().temporaries) / 48
     assert growth < 0.1 * one
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 6])
+def test_no_copy_of_the_state_of_all_members(chunk):
+    """Not in a loop over chunks, and not where all members are computed at once."""
+    plan = px.Plan(chunk=chunk, batch_dim="major")
+    program = px.compile(models.mlp_task(), optax.adam(1e-3), plan, models.cut(ROWS, 16),
+                         members=px.Members(6))  # fmt: skip
+    moments = jax.tree.leaves(program.init().opt_state[0].mu)
+    shapes = {",".join(map(str, leaf.shape)) for leaf in moments if leaf.size > 200}
+    # As the program is given it, and as a loop carries it.
+    source = r"%(?:state_opt_state|get-tuple-element)"
+    copied = re.findall(rf"= f32\[([\d,]+)\]\S* copy\({source}", program.hlo())
+    assert shapes
+    assert not shapes.intersection(copied)

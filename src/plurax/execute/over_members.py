@@ -24,7 +24,11 @@ from plurax.jaxpr.compat import AS_EQUATIONS
 
 
 def over_members(
-    step: Callable[..., tuple[PyTree, PyTree]], chunk: int | None, *, keep: bool = True
+    step: Callable[..., tuple[PyTree, PyTree]],
+    chunk: int | None,
+    *,
+    keep: bool = True,
+    in_branch: bool = False,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     """Return `(state, members, *shared) -> (state, results)` over all members.
 
@@ -38,6 +42,10 @@ def over_members(
     - `step`: `(state, member, *shared) -> (state, results)` of one member.
     - `chunk`: members at a time; None for all.
     - `keep`: whether the states are written back; without it `step` returns `()` for a state.
+    - `in_branch`: whether each chunk of a loop is computed in a branch, as on CPU it should be: XLA
+      fuses what is computed into the write to the state of all members, computes it again for
+      others who read it, and copies that whole state in every iteration, so that they read the old
+      one. Nothing is fused out of a branch. It is always taken, which the compiler cannot know.
 
     >>> step = lambda state, rate, x: (state - rate * x, state)
     >>> states, results = over_members(step, 2)(jnp.ones(3), jnp.arange(3.0), 2.0)
@@ -51,11 +59,12 @@ def over_members(
         # `shared` (batch, data, step numbers) has no member dim.
         each = traced_once(jax.vmap(step, in_axes=(0, 0, *[None] * len(shared))))
 
-        def some(first: Any, size: int, state: PyTree) -> tuple[PyTree, PyTree]:
-            def cut(leaf: Array) -> Array:
-                return jax.lax.dynamic_slice_in_dim(leaf, first, size)
+        def cut(leaf: Array, first: Any, size: int) -> Array:
+            return jax.lax.dynamic_slice_in_dim(leaf, first, size)
 
-            return each(*jax.tree.map(cut, (state, members)), *shared)
+        def some(first: Any, size: int, state: PyTree) -> tuple[PyTree, PyTree]:
+            of_some = jax.tree.map(lambda leaf: cut(leaf, first, size), (state, members))
+            return each(*of_some, *shared)
 
         if size == count:
             return some(0, count, state)
@@ -67,11 +76,22 @@ def over_members(
 
         def body(first: Any, size: int, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
             state, results = carry
-            new, result = some(first, size, state)
+            if in_branch and not isinstance(first, int):
+                new, result = jax.lax.cond(
+                    first < count,
+                    lambda: some(first, size, state),
+                    lambda: (jax.tree.map(lambda x: cut(x, first, size), state), nothing(size)),
+                )
+            else:
+                new, result = some(first, size, state)
             return (put(state, new, first) if keep else state), put(results, result, first)
 
         shapes = jax.eval_shape(lambda: some(0, size, state)[1])
-        results = jax.tree.map(lambda s: jnp.zeros((count, *s.shape[1:]), s.dtype), shapes)
+
+        def nothing(size: int) -> PyTree:
+            return jax.tree.map(lambda s: jnp.zeros((size, *s.shape[1:]), s.dtype), shapes)
+
+        results = nothing(count)
         whole, rest = divmod(count, size)
         carry = jax.lax.fori_loop(
             0, whole, lambda i, carry: body(i * size, size, carry), (state, results)

@@ -1,5 +1,6 @@
 """The two halves of a training step, as pure functions: sum the gradients, apply them."""
 
+import collections
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -14,6 +16,7 @@ from plurax import errors, tree
 from plurax.execute.rows import StepKey
 from plurax.execute.totals import BatchTotals
 from plurax.freezing import trained, with_frozen
+from plurax.jaxpr.interpret import bind, evaluate
 from plurax.state import TrainState
 from plurax.user_frames import is_users
 
@@ -166,9 +169,9 @@ def make_apply(
             params, opt_state = update(grads / weight, opt_state, params, loss / weight)
 
     `dtypes` are those of the parameters, a tree like the gradients. `norm(grads)` computes the
-    global norm, by default of unsharded tensors. With `freeze`, no update follows the first that
-    was left out. With `select` the update is computed in any case, and each number is the new or
-    the old one.
+    global norm, by default of unsharded tensors. With `freeze`, for a member, no update follows the
+    first that was left out. With `select` the update is computed in any case, and each number is
+    the new or the old one.
 
     Metrics are scalars: `loss` and the task's metrics, weighted means over the batch; `grad_norm`,
     the global norm before the optimizer; `weight`, the sum of weights; `examples`; `skipped`, 1
@@ -195,8 +198,11 @@ def make_apply(
 
         # On CPU a branch, as a select after the update would copy the optimizer state. Compilers of
         # accelerators fuse the select into the update, in place, and copy all that enters a branch.
+        # Of several networks at once a branch would be a select.
         if select:
             chosen = jax.tree.map(lambda n, o: jnp.where(finite, n, o), updated(), old)
+        elif freeze:
+            chosen = _selected(finite, updated, old)
         else:
             chosen = jax.lax.cond(finite, updated, lambda: old)
         params, opt_state, model_state = chosen
@@ -220,6 +226,37 @@ def make_apply(
         return state, metrics
 
     return apply
+
+
+def _selected(new: Array, fun: Callable[[], PyTree], old: PyTree) -> PyTree:
+    """Return `fun()` where a scalar says `new`, else `old`, a tree like it.
+
+    Each number is selected where it is computed, and what is computed of it is computed of the
+    selected one. Of Adam:
+
+        mu = where(new, b1 * mu + (1 - b1) * g, mu)
+        params = where(new, params - rate * mu / ..., params)
+
+    With a select behind the update, XLA's CPU compiler computes `mu` twice, once for the state and
+    once within the update of `params`, and the second time of a copy of the old one.
+    """
+    closed = jax.make_jaxpr(fun)()
+    pairs = list(zip(closed.jaxpr.outvars, jax.tree.leaves(old), strict=True))
+    times = collections.Counter(id(var) for var, _ in pairs)
+    alone = [pair for pair in pairs if times[id(pair[0])] == 1]
+    kept = {var: leaf for var, leaf in alone if not isinstance(var, Literal)}
+
+    def bound(eqn: Any, arrays: Sequence[Array]) -> list[Array]:
+        results = zip(eqn.outvars, bind(eqn, arrays), strict=True)
+        return [jnp.where(new, x, kept[var]) if var in kept else x for var, x in results]
+
+    known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    values = evaluate(closed.jaxpr.eqns, known, closed.jaxpr.outvars, default=bound)
+    leaves = [
+        x if var in kept and var not in known else jnp.where(new, x, leaf)
+        for x, (var, leaf) in zip(values, pairs, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(old), leaves)
 
 
 def _norm_by_rows(grads: PyTree) -> Array:
