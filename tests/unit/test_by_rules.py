@@ -156,3 +156,36 @@ def test_what_is_found_beside_split_tokens_runs(task):
         states.append(jax.device_get(program.step(program.init(seed=0), batch)[0].params))
     assert plan.shardings
     jax.tree.map(lambda one, two: np.testing.assert_allclose(one, two, atol=1e-5), *states)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", pytest.param("full", marks=pytest.mark.ci)])
+def test_a_coupled_loss_over_data(remat):
+    """Equations of the step are of all rows, those of the graph of one device's."""
+
+    def init(key):
+        shapes = {"in": (16, 64), "out": (64, 16), "other_in": (16, 64), "other_out": (64, 16)}
+        keys = jax.random.split(key, len(shapes))
+        pairs = zip(keys, shapes.items(), strict=True)
+        return {name: 0.1 * jax.random.normal(k, shape) for k, (name, shape) in pairs}
+
+    def loss(params, batch, keys, mask):
+        first = jnp.tanh(batch["x"] @ params["in"]) @ params["out"]
+        other = jnp.tanh(batch["y"] @ params["other_in"]) @ params["other_out"]
+        scores = jnp.where(mask[None], first @ other.T, -1e9)
+        return -jnp.diagonal(jax.nn.log_softmax(scores))
+
+    task, rng = px.Task(init=init, loss=loss, coupled=True), np.random.default_rng(0)
+    batch = {name: rng.normal(size=(64, 16)).astype(np.float32) for name in "xy"}
+    fields = {"data": 4, "tensor": 2, "pipeline": 1, "microbatches": 1, "remat": remat}
+    found = px.search(task, optax.sgd(0.1), batch, SLOW, pinned=fields, count=1)
+    columns, rows = (None, "tensor"), ("tensor", None)
+    rules = {"in": columns, "out": rows, "other_in": columns, "other_out": rows}
+    by_hand = px.Plan(data=4, tensor=2, zero=found.best.zero, remat=remat, shardings=rules)
+    seconds = px.estimate(task, optax.sgd(0.1), by_hand, batch, SLOW).seconds
+    assert found.best.strategies is None
+    assert found.ranked[0].seconds <= 1.01 * seconds
+    states = []
+    for each in (px.Plan(), found.best):
+        program = px.compile(task, optax.sgd(0.1), each, batch)
+        states.append(jax.device_get(program.step(program.init(seed=0), batch)[0].params))
+    jax.tree.map(lambda one, two: np.testing.assert_allclose(one, two, atol=1e-5), *states)

@@ -201,7 +201,7 @@ class TensorSearch:
         if not solved.splits_products:
             raise errors.search_splits_nothing(plan.sizes_text())
         strategies = solved.strategies
-        if _by_rules(plan):
+        if _by_rules(self._task, plan):
             strategies = []
         elif fewest:
             strategies = fewest_strategies(solved.walk, solved.shardings, strategies, solved.moving)
@@ -413,7 +413,7 @@ class TensorSearch:
 
     def _nearest(self, plan: Plan, lean: bool, apart: float) -> Sharded | None:
         """Return the known solution for rows nearest to a candidate's, if there is one."""
-        rows, key = self._rows(plan), (plan.tensor, plan.remat, lean, _by_rules(plan))
+        rows, key = self._rows(plan), (plan.tensor, plan.remat, lean, _by_rules(self._task, plan))
         known = [
             (max(rows / one.rows_of_a_microbatch, one.rows_of_a_microbatch / rows), index, one)
             for index, one in enumerate(self._found.get(key, ()))
@@ -469,7 +469,7 @@ class TensorSearch:
         return within
 
     def _search(self, plan: Plan) -> Sharded:
-        whole, lean, by_rules = plan, self._lean(plan), _by_rules(plan)
+        whole, lean, by_rules = plan, self._lean(plan), _by_rules(self._task, plan)
         if plan.remat in self._other and plan.tensor > 1:
             raise self._other[plan.remat]
         # Stages are not in the graph: it is of the whole model.
@@ -500,9 +500,13 @@ class TensorSearch:
         return solved
 
 
-def _by_rules(plan: Plan) -> bool:
-    """Whether equations are told no strategies: those of a stage, and of a share of the tokens."""
-    return plan.pipeline > 1 or plan.context > 1
+def _by_rules(task: Task, plan: Plan) -> bool:
+    """Whether equations are told no strategies: those of a stage, and of a share of the tokens.
+
+    Nor those of a coupled loss over `data`: its step computes on all rows, the graph on those of
+    one device, and the sizes decide what remat computes again.
+    """
+    return plan.pipeline > 1 or plan.context > 1 or (task.coupled and plan.data > 1)
 
 
 def _pin(strategy: Strategy) -> tuple[str, tuple[TensorSharding | None, ...]]:
