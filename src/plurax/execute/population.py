@@ -207,10 +207,12 @@ class Population(StepFunctions):
     def _selects(self) -> bool:
         return on_accelerator(self.mesh)
 
-    def _over_members(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _over_members(self, step: Callable[..., Any], state: TrainState) -> Callable[..., Any]:
         """Return an update of one member as that of all."""
-        # What devices send stays outside of branches, where all of it is counted and merged.
-        in_branch = not self._selects and self.mesh.size == self.plan.member
+        # What devices send stays outside of branches, where all of it is counted and merged. Where
+        # the optimizer keeps no arrays nothing is read twice.
+        keeps = any(leaf.ndim > 1 for leaf in jax.tree.leaves(state.opt_state))
+        in_branch = keeps and not self._selects and self.mesh.size == self.plan.member
         return over_members(step, self.plan.chunk, in_branch=in_branch)
 
     def _backend(self, member: MemberArrays) -> Backend:
@@ -259,7 +261,7 @@ class Population(StepFunctions):
                 state, batch, count
             )
 
-        return self._spread(self._over_members(member_step), "smd.", "sm")(
+        return self._spread(self._over_members(member_step, state), "smd.", "sm")(
             state, arrays, batch, count
         )
 
@@ -285,7 +287,7 @@ class Population(StepFunctions):
             return (state, pair[1]), metrics
 
         def apply_all(state: TrainState, sums: Gradients, arrays: MemberArrays) -> Any:
-            (state, _), metrics = self._over_members(member_apply)((state, sums), arrays)
+            (state, _), metrics = self._over_members(member_apply, state)((state, sums), arrays)
             return state, metrics
 
         return self._spread(apply_all, "sgm", "sm")(state, sums, arrays)
