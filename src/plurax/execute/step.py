@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -242,18 +241,19 @@ def _selected(new: Array, fun: Callable[[], PyTree], old: PyTree) -> PyTree:
     """
     closed = jax.make_jaxpr(fun)()
     pairs = list(zip(closed.jaxpr.outvars, jax.tree.leaves(old), strict=True))
+    # What is computed there, and is one number of the state. By `id`: a constant has no hash.
     times = collections.Counter(id(var) for var, _ in pairs)
-    alone = [pair for pair in pairs if times[id(pair[0])] == 1]
-    kept = {var: leaf for var, leaf in alone if not isinstance(var, Literal)}
+    computed = {id(var) for eqn in closed.jaxpr.eqns for var in eqn.outvars}
+    kept = {id(var): leaf for var, leaf in pairs if id(var) in computed and times[id(var)] == 1}
 
     def bound(eqn: Any, arrays: Sequence[Array]) -> list[Array]:
         results = zip(eqn.outvars, bind(eqn, arrays), strict=True)
-        return [jnp.where(new, x, kept[var]) if var in kept else x for var, x in results]
+        return [jnp.where(new, x, kept[id(var)]) if id(var) in kept else x for var, x in results]
 
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values = evaluate(closed.jaxpr.eqns, known, closed.jaxpr.outvars, default=bound)
     leaves = [
-        x if var in kept and var not in known else jnp.where(new, x, leaf)
+        x if id(var) in kept else jnp.where(new, x, leaf)
         for x, (var, leaf) in zip(values, pairs, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(old), leaves)
