@@ -140,6 +140,9 @@ def test_tokens_that_context_splits_are_not_split_again():
     found = px.search(task, optax.sgd(0.1), batch, SLOW, pinned=fields, count=1)
     rules = dict(found.best.rules)
     assert all(rules.get(f"embed/{name}", (None,))[0] is None for name in ("position", "pairs"))
+    assert "dim 0 over tensor: not its tokens, which `context` splits" in found.explain(
+        "embed/pairs"
+    )
     by_hand = px.estimate(task, optax.sgd(0.1), px.Plan(**fields, shardings=MEGATRON), batch, SLOW)
     assert found.ranked[0].seconds <= 1.03 * by_hand.seconds
 

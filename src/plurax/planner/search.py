@@ -189,7 +189,7 @@ def _search_on(machine: Machine, wanted: Wanted, effort: Effort) -> Found:
     ratios = state_ratios(optimizer, model.like.params)
     shardings = TensorSearch(
         task, like, lambda plan: TimeCosts(machine, plan, ratios), ratios, machine, limit,
-        model.activations, functools.partial(tokens_of_parameters, whole, like),
+        model.activations, functools.partial(tokens_of_parameters, whole, like, pinned),
     )  # fmt: skip
     run = _Search(whole, optimizer, like, machine, model, limit, shardings, effort)
     run.look(every, wanted.count)

@@ -156,8 +156,8 @@ class TensorSearch:
     its own; `machine`, if its devices differ: stages on faster ones get more
     layers; `memory`, the bytes that a device may use: where whole parameters would take more than
     half of them, all large ones are split; `activations`, the bytes of the whole batch that one
-    stage sends to the next; `tokens`, a function from a candidate to the dims of parameters that
-    are those of tokens, which `context` splits and `tensor` cannot split again.
+    stage sends to the next; `tokens`, which returns the dims of parameters that are those of
+    tokens: `context` splits these, and `tensor` cannot split them again.
     """
 
     def __init__(
@@ -169,9 +169,9 @@ class TensorSearch:
         machine: Machine | None = None,
         memory: float = math.inf,
         activations: int = 0,
-        tokens: Callable[[Plan], Mapping[str, Collection[int]]] = lambda plan: {},
+        tokens: Callable[[], Mapping[str, Collection[int]]] = dict,
     ) -> None:
-        self._tokens = tokens
+        self._tokens = functools.cache(tokens)
         self._machine, self._memory, self._activations = machine, memory, activations
         self._ratios = ratios or {}
         self._task, self._batch, self._costs = task, batch, costs
@@ -238,6 +238,8 @@ class TensorSearch:
 
     def _otherwise(self, solved: Sharded, name: str, other: TensorSharding) -> str:
         """Return what the best step costs if a parameter is split otherwise."""
+        if any(other.dims[dim] for dim in self._tokens().get(name, ())):
+            return "not its tokens, which `context` splits"
         try:
             pins = {**solved.pins, name: (other,)}
             solution = exact.solve(solved.graph, solved.costs, pins, by_rules=solved.by_rules)
@@ -448,23 +450,21 @@ class TensorSearch:
         Tokens that are split over `context` are not split again, which the graph does not know.
         Where parameters must be split, every large one is split as far as it can be.
         """
-        lean, tokens = self._lean(plan), self._tokens(plan)
+        lean, tokens = self._lean(plan), self._tokens() if plan.tensor > 1 else {}
         if not lean and not any(tokens.values()):
             return None
         large, within = sum(self._sizes.values()) / 100 if lean else math.inf, []
         for node in graph.nodes:
             choices = list(range(len(node.strategies)))
             if node.kind == "parameter" and node.path not in pins:
-                tensor, every = graph.parameters[node.path], [s.outputs[0] for s in node.strategies]
+                every = [strategy.outputs[0] for strategy in node.strategies]
                 own = tokens.get(node.path, ())
                 choices = [k for k in choices if not any(every[k].dims[dim] for dim in own)]
-                shards = [
-                    one.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
-                    for one in every
-                ]
                 if self._sizes[node.path] > large:
-                    smallest = min(shards[k] for k in choices)
-                    choices = [k for k in choices if shards[k] == smallest]
+                    tensor = graph.parameters[node.path]
+                    whole = tensor.shape, tensor.itemsize, graph.axes.sizes
+                    shards = {k: every[k].shard_bytes(*whole) for k in choices}
+                    choices = [k for k in choices if shards[k] == min(shards.values())]
             within.append(choices)
         return within
 
