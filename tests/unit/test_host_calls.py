@@ -149,3 +149,23 @@ def test_prints_in_order_are_refused_on_several_devices_by_their_line(zero):
         px.errors.PlanError, match=rf"test_host_calls\.py:{line}.* Leave out ordered=True"
     ):
         compiled(task, data=2, zero=zero)
+
+
+@pytest.mark.parametrize("fields", [{}, {"batch_dim": "minor"}, {"chunk": 2}], ids=str)
+def test_members_call_the_host_where_the_plan_leaves_open_how_they_are_computed(fields):
+    heard = []
+
+    def loss(params, batch, keys):
+        x = batch["x"] @ params["w"]
+        jax.debug.callback(lambda mean: heard.append(float(mean)), x.mean())
+        return ((x - batch["y"]) ** 2).sum(1)
+
+    members = px.Members(seeds=range(4))
+    program = px.compile(
+        px.Task(init=init, loss=loss), optax.adam(0.1), px.Plan(**fields), BATCH, members=members
+    )
+    state = program.init()
+    wanted = np.sort([(BATCH["x"] @ w).mean() for w in np.asarray(state.params["w"])])
+    jax.block_until_ready(program.step(state, BATCH))
+    jax.effects_barrier()
+    np.testing.assert_allclose(np.sort(heard), wanted, rtol=1e-4)

@@ -108,8 +108,8 @@ def member_work(population: Population) -> MemberWork:
     traced = jax.make_jaxpr(fun)(state.params, state.model_state, rows)
     columns, arithmetic, products, plain = 0.0, 0, 0, True
     for equation in _equations(traced.jaxpr):
-        out = equation.outvars[0].aval
         if equation.primitive.name == "dot_general":
+            out = equation.outvars[0].aval
             (summed, _), batched = equation.params["dimension_numbers"]
             plain &= not any(batched)
             terms = math.prod(equation.invars[0].aval.shape[dim] for dim in summed)

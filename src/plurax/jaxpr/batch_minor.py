@@ -90,7 +90,7 @@ def batch_minor(fun: Callable[..., PyTree], batch_argument: int) -> Callable[...
 
 def _evaluate(eqn: Any, inputs: list[Stored], size: int) -> list[Stored]:
     """Evaluate one equation, by its rule if it has one; `size` is the length of the batch."""
-    result = _by_rule(eqn, inputs, size)
+    result = _by_rule(eqn, inputs, size) if eqn.outvars else None  # a print has none
     if result is not None:
         return [result]
     return list(map(Stored, bind(eqn, [value.to_first() for value in inputs])))
