@@ -100,6 +100,28 @@ def one_hot_named(p: Any, x: Any) -> Any:
     return one_hot(p, x, lambda choices: px.sharding.name(choices, "choices"))
 
 
+def grouped(
+    p: Any,
+    x: Any,
+    there: Callable[[Any], Any] = lambda slots: slots,
+    home: Callable[[Any], Any] = lambda slots: slots,
+) -> Any:
+    """By products with zeros and ones, buffers of each example `(E, B, C, D)` (GShard).
+
+    `x` (B, T, D); `there` and `home` send buffers to their experts and back.
+    """
+    weights, which = _chosen(p, x)
+    capacity = x.shape[1] * CHOICES // EXPERTS
+    places = jax.vmap(_places)(which).reshape(which.shape)
+    slot = jax.nn.one_hot(places, capacity, dtype=x.dtype)
+    expert = jax.nn.one_hot(which, EXPERTS, dtype=x.dtype)
+    slots = there(jnp.einsum("btec,btd->ebcd", jnp.einsum("btke,btkc->btec", expert, slot), x))
+    gate, up = (jnp.einsum("ebcd,edh->ebch", slots, p[name]) for name in ("gate", "up"))
+    y = home(jnp.einsum("ebch,ehd->ebcd", jax.nn.silu(gate) * up, p["down"]))
+    weighted = jnp.einsum("btke,btkc,btk->btec", expert, slot, weights)
+    return jnp.einsum("btec,ebcd->btd", weighted, y)
+
+
 DISPATCHES = {
     "sorted rows": sorted_rows,
     "buffers": in_buffers,

@@ -3,15 +3,18 @@
     python -m benchmarks.sent_experts                     # this machine: also processor seconds
     python -m benchmarks.sent_experts 8xH100 v5p:2x2x2    # compiled for machines that are not here
 
-The mixture of `benchmarks.experts` with sorted rows, tokens split over eight devices and experts,
-too, a step of SGD in float32:
+The mixture of `benchmarks.experts` with sorted rows, and with buffers of the experts that products
+with one-hot arrays fill for each example (GShard), tokens split over eight devices and so are
+experts, a step of SGD in float32:
 
     plurax                plain code and a rule of the plan (`data=8`)
-    by hand               `jax.shard_map` and all-to-all, room for twice the rows of a device; rows
-                          beyond it are dropped, and hidden values kept for the backward pass
+    by hand               `jax.shard_map` and all-to-all, of sorted rows with room for twice the
+                          rows of a device; rows beyond it are dropped, and hidden values kept for
+                          the backward pass
     kept on each device   plurax, without the rule: all experts' weights, whose gradients are added
     gathered              plurax, `zero=3`
-    XLA's partitioner     the plain code in `jax.jit`, tokens and weights split by sharding
+    XLA's partitioner     the plain code in `jax.jit`, tokens and weights split by sharding, and the
+                          buffers constrained to those of the device's experts, as GShard does
 
 Bytes are what each device receives in the first turn, read from the compiled program: of ragged
 exchanges the room for rows. Memory is that of temporaries. Seconds are medians of steps in turns.
@@ -19,8 +22,8 @@ exchanges the room for rows. Memory is that of temporaries. Seconds are medians 
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,11 +77,24 @@ def mixture_by_hand(p: Any, x: Any) -> Any:
     return jnp.einsum("nkd,nk->nd", back.reshape(-1, CHOICES, WIDTH), weights)
 
 
-def _step_by_hand(mesh: Mesh, tokens: int) -> Any:
+def sorted_by_hand(p: Any, x: Any) -> Any:
+    return mixture_by_hand(p, x.reshape(-1, WIDTH)).reshape(x.shape)
+
+
+def _there(slots: Any) -> Any:
+    """Buffers `(E, b, C, D)` to their experts: `(E / n, n b, C, D)`."""
+    return lax.all_to_all(slots, "data", 0, 1, tiled=True)
+
+
+def _home(slots: Any) -> Any:
+    return lax.all_to_all(slots, "data", 1, 0, tiled=True)
+
+
+def _step_by_hand(mesh: Mesh, tokens: int, mixture: Callable[..., Any]) -> Any:
     def local(params: Any, x: Any) -> Any:
         def loss(p: Any) -> Any:
-            hidden = jnp.tanh(x.reshape(-1, WIDTH) @ p["in"])
-            return ((hidden + mixture_by_hand(p, hidden)) ** 2).sum() / (tokens * WIDTH)
+            hidden = jnp.tanh(x @ p["in"])
+            return ((hidden + mixture(p, hidden)) ** 2).sum() / (tokens * WIDTH)
 
         grads = jax.grad(loss)(params)
         shared = {name: g for name, g in grads.items() if name not in WEIGHTS}
@@ -106,10 +122,47 @@ PLANS = {
 }
 
 
-def _step_by_xla() -> Any:
+class Way(NamedTuple):
+    """A way of dispatch: plain code, by hand, and for XLA's partitioner."""
+
+    plain: Callable[[Any, Any], Any]
+    by_hand: Callable[[Any, Any], Any]
+    by_xla: Callable[[Mesh], Callable[[Any, Any], Any]]
+
+
+def _sorted(p: Any, x: Any) -> Any:
+    return experts.sorted_rows(p, x.reshape(-1, WIDTH)).reshape(x.shape)
+
+
+def _grouped_by_xla(mesh: Mesh) -> Callable[[Any, Any], Any]:
+    def split(*names: str | None) -> Callable[[Any], Any]:
+        sharding = NamedSharding(mesh, P(*names))
+        return lambda slots: lax.with_sharding_constraint(slots, sharding)
+
+    return lambda p, x: experts.grouped(p, x, split("data"), split(None, "data"))
+
+
+WAYS = {
+    "sorted rows": Way(_sorted, sorted_by_hand, lambda _: _sorted),
+    "buffers": Way(
+        experts.grouped,
+        lambda p, x: experts.grouped(p, x, _there, _home),
+        _grouped_by_xla,
+    ),
+}
+
+
+def _task(dispatch: Callable[..., Any]) -> px.Task:
+    def loss(params: Any, batch: Any, keys: Any) -> Any:
+        return (experts.layer(params, batch["x"], dispatch) ** 2).mean((1, 2))
+
+    return px.Task(init=experts.init, loss=loss)
+
+
+def _step_by_xla(dispatch: Callable[..., Any]) -> Any:
     def step(params: Any, x: Any) -> Any:
         def loss(p: Any) -> Any:
-            return (experts.layer(p, x.reshape(-1, WIDTH), experts.sorted_rows) ** 2).mean()
+            return (experts.layer(p, x, dispatch) ** 2).mean()
 
         return jax.tree.map(lambda p, g: p - RATE * g, params, jax.grad(loss)(params))
 
@@ -119,12 +172,12 @@ def _step_by_xla() -> Any:
 NAMES = (*PLANS, "by hand", "XLA's partitioner")
 
 
-def _compiled(name: str, devices: Sequence[Any], tokens: int) -> CompiledStep:
+def _compiled(way: Way, name: str, devices: Sequence[Any], tokens: int) -> CompiledStep:
     """Return the step of a name for so many tokens."""
     shape = (8, tokens // 8, WIDTH)
     if name in PLANS:
         batch = {"x": jax.ShapeDtypeStruct(shape, jnp.float32)}
-        task, optimizer = experts.task_of(experts.sorted_rows), optax.sgd(RATE)
+        task, optimizer = _task(way.plain), optax.sgd(RATE)
         return StepOfPlurax(px.compile(task, optimizer, PLANS[name], batch, devices=devices))
     mesh = Mesh(np.asarray(devices), ("data",))
     split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
@@ -135,8 +188,9 @@ def _compiled(name: str, devices: Sequence[Any], tokens: int) -> CompiledStep:
         for key, leaf in _like().items()
     }
     x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=split)
-    jitted = _step_by_hand(mesh, tokens) if name == "by hand" else _step_by_xla()
-    return StepOfJax(jitted, params, x, mesh)
+    if name == "by hand":
+        return StepOfJax(_step_by_hand(mesh, tokens, way.by_hand), params, x, mesh)
+    return StepOfJax(_step_by_xla(way.by_xla(mesh)), params, x, mesh)
 
 
 def _text(name: str, step: CompiledStep) -> str:
@@ -150,7 +204,14 @@ def _text(name: str, step: CompiledStep) -> str:
 def here() -> None:
     """Print what each takes on eight virtual devices of this machine."""
     px.virtual_devices(DEVICES)
-    steps = {name: _compiled(name, jax.devices()[:DEVICES], HERE) for name in NAMES}
+    for title, way in WAYS.items():
+        print(f"{title}:")
+        _time(way)
+
+
+def _time(way: Way) -> None:
+    """Print what a way of dispatch takes by each name."""
+    steps = {name: _compiled(way, name, jax.devices()[:DEVICES], HERE) for name in NAMES}
     x = np.random.default_rng(0).normal(size=(8, HERE // 8, WIDTH)).astype(np.float32)
     plain = steps["kept on each device"]
     plain.start(None, x)
@@ -170,9 +231,10 @@ def here() -> None:
 
 def elsewhere(target: str) -> None:
     """Print what a machine's compiler makes of each."""
-    for name in NAMES:
-        step = _compiled(name, px.topology(target)[:DEVICES], TOKENS)
-        print(f"{target:10} {_text(name, step)}", flush=True)
+    for title, way in WAYS.items():
+        for name in NAMES:
+            step = _compiled(way, name, px.topology(target)[:DEVICES], TOKENS)
+            print(f"{target:10} {title:12} {_text(name, step)}", flush=True)
 
 
 if __name__ == "__main__":

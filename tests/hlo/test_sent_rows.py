@@ -5,7 +5,14 @@ import re
 import optax
 import pytest
 from tests.parity import test_experts as mixtures
-from tests.parity.test_experts_over_data import SPLIT, in_layers, normalized, rectified, shifted
+from tests.parity.test_experts_over_data import (
+    SPLIT,
+    buffers_in_layers,
+    in_layers,
+    normalized,
+    rectified,
+    shifted,
+)
 
 import plurax as px
 
@@ -21,6 +28,9 @@ SIZES = DEVICES * mixtures.E * 4
 
 OTHERS = (2 * mixtures.D**2 + mixtures.D * mixtures.E + mixtures.E) * 8
 """Bytes of the gradients of what is not split by expert: in, head, router, preferred."""
+
+BIAS = mixtures.E * mixtures.H * 8
+"""Bytes of the experts' biases."""
 
 HIDDEN = 2 * ROWS * mixtures.H * 8
 """Bytes of the slots for hidden values."""
@@ -66,6 +76,43 @@ def test_rows_are_sent_and_no_weights(dispatch, fields, times, later):
         # Those of `zero=1` are padded; beside them loss, weight, and the gradient's norm.
         own = OTHERS if not fields.get("zero") else 0
         assert sum(sent(collectives, "all-reduce")) == own + 3 * 8
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "fields", "times"),
+    [
+        (mixtures.one_hot, {}, 4),
+        (mixtures.in_buffers, {"zero": 1}, 4),
+        (mixtures.of_modules, {}, 4),
+        (buffers_in_layers, {}, 4),
+        # The forward pass is run again in the backward pass.
+        (mixtures.one_hot, {"remat": "full"}, 6),
+    ],
+)
+def test_buffers_are_sent_and_no_weights(dispatch, fields, times):
+    """Of each example one for each expert: forward there and back, and backward the same.
+
+    The gradients of biases, which no rule splits, are computed at the experts, and gathered.
+    """
+    program = program_of(dispatch, **fields)
+    slots = mixtures.T if dispatch in (mixtures.of_modules, buffers_in_layers) else (
+        mixtures.CAPACITY)  # fmt: skip
+    buffers = mixtures.B // DEVICES * mixtures.E * slots * mixtures.D * 8
+    gathered = [BIAS] if dispatch is mixtures.of_modules else []
+    for collectives in (program.collectives(), program.planned_collectives()):
+        assert sent(collectives, "all-to-all") == [buffers] * times
+        if not fields.get("zero"):
+            assert sent(collectives, "all-gather") == gathered
+            assert sum(sent(collectives, "all-reduce")) == OTHERS + 3 * 8
+            assert not sent_later(collectives)
+
+
+def test_products_of_whole_weights_stay():
+    """A rule splits another parameter over `data`: experts are on each device, and no row moves."""
+    batch = mixtures.batch_of()
+    plan = px.Plan(data=DEVICES, shardings={"bias": ("data", None)})
+    program = px.compile(mixtures.task_of(mixtures.of_modules), optax.sgd(0.1), plan, batch)
+    assert not sent(program.planned_collectives(), "all-to-all")
 
 
 @pytest.mark.parametrize(

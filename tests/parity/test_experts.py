@@ -88,6 +88,50 @@ def added_to_buffers(p, x):
     return in_buffers(p, x, add=True)
 
 
+def of_modules(p, x):
+    """Each expert is a module, with a bias; their values of the buffers under `jax.vmap`."""
+
+    def module(gate, bias, down, rows):
+        return jax.nn.relu(rows @ gate + row(bias, rows)) @ down
+
+    return through_buffers(x, p, jax.vmap(module, in_axes=(0, 0, 0, 0)), "gate", "bias", "down")
+
+
+def weights_first(p, x):
+    """Weights on the left of products, and hidden values that are normalized between them."""
+
+    def computed(gate, down, buffers):
+        hidden = jnp.einsum("edh,ecd->ehc", gate.astype(x.dtype), buffers)
+        hidden = jnp.exp(hidden - hidden.max(1, keepdims=True))
+        hidden = hidden / hidden.sum(1, keepdims=True)
+        return jnp.einsum("edh,ehc->ced", down.transpose(0, 2, 1), hidden).transpose(1, 0, 2)
+
+    return through_buffers(x, p, computed, "gate", "down")
+
+
+def through_buffers(x, p, computed, *names):
+    """Tokens in buffers of all of them, through experts' functions of parameters and buffers."""
+    weights, which, _ = chosen(p, x)
+    chosen_ones = jax.nn.one_hot(which, p["router"].shape[1], dtype=x.dtype)
+    buffers = jnp.einsum("nke,nd->end", chosen_ones, x)
+    y = computed(*(p[name] for name in names), buffers)
+    return jnp.einsum("nke,nk,end->nd", chosen_ones, weights, y)
+
+
+def grouped(p, x):
+    """Examples are a dim of their own in all buffers (GShard)."""
+    groups = x.reshape(-1, T, D)
+    weights, which, _ = chosen(p, groups)
+    experts = p["router"].shape[1]
+    slots = jax.nn.one_hot(jax.vmap(lambda w: places(w, experts))(which), CAPACITY, dtype=x.dtype)
+    choice = jax.nn.one_hot(which, experts, dtype=x.dtype)
+    slots = slots.reshape(*which.shape, CAPACITY)
+    buffers = jnp.einsum("gske,gskc,gsd->egcd", choice, slots, groups)
+    hidden = jax.nn.gelu(jnp.einsum("egcd,edh->egch", buffers, p["gate"]))
+    y = jnp.einsum("egch,ehd->gecd", hidden, p["down"])
+    return jnp.einsum("gske,gskc,gsk,gecd->gsd", choice, slots, weights, y).reshape(x.shape)
+
+
 def ordered(p, x):
     """Rows in the order of their experts, how many each expert has, and the order."""
     weights, which, _ = chosen(p, x)
@@ -158,7 +202,8 @@ def counted_twice(p, x):
 DISPATCHES = [one_hot, in_buffers, added_to_buffers, sorted_rows]
 DROPLESS = [sorted_rows, added_to_tokens, fused, normed, in_a_checkpoint, in_a_loop, counted_twice]
 NAMED = {**SPLIT, "choices": (..., "tensor")}
-EVERY = [*DISPATCHES, *DROPLESS[1:]]
+BUFFERS = [of_modules, weights_first, grouped]
+EVERY = [*DISPATCHES, *DROPLESS[1:], *BUFFERS]
 
 
 # --- Beside a step by hand ------------------------------------------------------------------------
@@ -177,7 +222,8 @@ def loss_of(dispatch):
 
 def apart(dispatch):
     """Whether the capacity is that of an example, so that no example reads another."""
-    return dispatch in (one_hot, named_one_hot, in_buffers, added_to_buffers)
+    apart = one_hot, named_one_hot, in_buffers, added_to_buffers, of_modules, weights_first
+    return dispatch in apart
 
 
 def batch_of(rows=B):

@@ -95,8 +95,22 @@ def in_layers(p, x):
     return jax.lax.scan(layer, x, layers)[0]
 
 
+def buffers_in_layers(p, x):
+    """A loop over layers, each with experts of its own, whose buffers hold all choices."""
+    layers = {name: jnp.stack([p[name], 0.5 * p[name]]) for name in SPLIT}
+
+    def layer(x, own):
+        weights, which, _ = mixtures.chosen(p, x)
+        choice = jax.nn.one_hot(which, p["router"].shape[1], dtype=x.dtype)
+        y = mixtures.computed(own, jnp.einsum("nke,nd->end", choice, x))
+        return x + jnp.einsum("nke,nk,end->nd", choice, weights, y), None
+
+    return jax.lax.scan(layer, x, layers)[0]
+
+
 MORE = [
     rectified, of_some_rows, read_in_between, with_numbers, normalized, shifted, in_layers,
+    buffers_in_layers,
 ]  # fmt: skip
 EVERY = [*mixtures.EVERY, *MORE]
 
@@ -149,7 +163,19 @@ def test_another_parameter_is_gathered(zero):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("dispatch", [mixtures.sorted_rows, in_layers], ids=mixtures.name_of)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_biases_of_experts_can_be_split_too(zero):
+    rules = {**SPLIT, "bias": ("data", None)}
+    plan = px.Plan(data=4, zero=zero, microbatches=2, shardings=rules)
+    mixtures.assert_as_by_hand(mixtures.of_modules, plan)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "dispatch",
+    [mixtures.sorted_rows, in_layers, mixtures.one_hot, buffers_in_layers],
+    ids=mixtures.name_of,
+)
 @pytest.mark.parametrize("name", PLANS)
 def test_any_plan_equals_one_device(dispatch, name):
     fields = PLANS[name]
@@ -162,7 +188,7 @@ def test_any_plan_equals_one_device(dispatch, name):
 STACKED = {f"*/{name}": (..., *rule) for name, rule in SPLIT.items()}
 
 
-def stack_of_mixtures(kind="random", experts=mixtures.E):
+def stack_of_mixtures(kind="random", experts=mixtures.E, dispatch=mixtures.sorted_rows):
     """Four layers of experts between two products."""
 
     def layer(key):
@@ -170,7 +196,7 @@ def stack_of_mixtures(kind="random", experts=mixtures.E):
         return {name: leaf for name, leaf in params.items() if name not in ("in", "head")}
 
     def block(p, x, batch, keys):
-        return x + mixtures.sorted_rows(p, x.reshape(-1, D)).reshape(x.shape)
+        return x + dispatch(p, x.reshape(-1, D)).reshape(x.shape)
 
     def matrix(key):
         return jax.random.normal(key, (D, D)) * 0.5
@@ -183,10 +209,10 @@ def stack_of_mixtures(kind="random", experts=mixtures.E):
     )
 
 
-def trained(plan, kind, experts):
+def trained(plan, *of_stack):
     """The third batch is smaller, so that some rows are filled up."""
     batch = mixtures.batch_of()
-    program = px.compile(stack_of_mixtures(kind, experts), optax.adam(1e-2), plan, batch)
+    program = px.compile(stack_of_mixtures(*of_stack), optax.adam(1e-2), plan, batch)
     state = program.init(seed=0)
     for count in (8, 8, 5):
         state, metrics = program.step(state, models.cut(batch, count))
@@ -203,13 +229,16 @@ PIPELINES = {
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("kind", "experts"), [("random", 4), ("one device", 8)])
+@pytest.mark.parametrize(
+    "mixture", [("random", 4), ("one device", 8), ("random", 4, mixtures.grouped)],
+    ids=["random", "one device", "buffers"],
+)  # fmt: skip
 @pytest.mark.parametrize("name", PIPELINES)
-def test_devices_of_a_stage_send_rows_to_each_other(name, kind, experts):
+def test_devices_of_a_stage_send_rows_to_each_other(name, mixture):
     """In as many turns as their own routing takes, while the other stage takes its own."""
     fields = {"data": 2, "pipeline": 2, "microbatches": 2, **PIPELINES[name]}
-    program, ours = trained(px.Plan(shardings=STACKED, **fields), kind, experts)
-    assert models.max_rel_error(ours, trained(px.Plan(), kind, experts)[1]) < 1e-10
+    program, ours = trained(px.Plan(shardings=STACKED, **fields), *mixture)
+    assert models.max_rel_error(ours, trained(px.Plan(), *mixture)[1]) < 1e-10
     exchanges = {one.axes for one in program.collectives() if one.kind == "all-to-all"}
     assert exchanges == {("data",)}
 

@@ -48,12 +48,21 @@ def moved(p, x):
     return mixture(weights(p["up"]), weights(p["down"]), p["table"], x)
 
 
+def in_buffers(p, x):
+    """As many rows for each expert as there are; the weights of one product are on the left."""
+    choice = jax.nn.one_hot((x @ p["table"]).argmax(1), 8)
+    buffers = jnp.einsum("ne,nd->end", choice, x)
+    hidden = jnp.tanh(jnp.einsum("edf,end->efn", p["up"], buffers))
+    return jnp.einsum("ne,end->nd", choice, jnp.einsum("efn,efd->end", hidden, p["down"]))
+
+
 SHAPES = {
+    in_buffers: {"up": (8, 4, 6), "down": (8, 6, 4)},
     plain: {"up": (8, 4, 6), "down": (8, 6, 4)},
     in_layers: {"up": (2, 8, 4, 6), "down": (2, 8, 6, 4)},
     moved: {"up": (4, 6, 8), "down": (6, 4, 8)},
 }
-DIMS = {plain: 0, in_layers: 1, moved: 2}
+DIMS = {plain: 0, in_buffers: 0, in_layers: 1, moved: 2}
 
 
 def task_of(function, shapes, width=4):

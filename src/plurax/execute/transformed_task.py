@@ -1,7 +1,6 @@
 """A task with all of its functions transformed: attention in blocks, rows at their experts."""
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -33,15 +32,19 @@ def streamed_task(
     if block is None:
         return task
     return transformed_task(
-        task, functools.partial(streamed, block=block, context=context, skip=skip)
+        task, lambda fun, _: streamed(fun, block=block, context=context, skip=skip)
     )
 
 
-def transformed_task(task: Task, transform: Callable[..., Any]) -> Task:
-    """Return the task with `transform` applied to its functions of parameters and a batch."""
+def transformed_task(task: Task, transform: Callable[[Callable[..., Any], str], Any]) -> Task:
+    """Return the task with `transform` applied to its functions of parameters and a batch.
 
-    def transformed(fun: Callable[..., Any] | None) -> Any:
-        return None if fun is None else transform(fun)
+    `transform(fun, part)`: the first argument of `fun` is the parameters of a `part` of a stack,
+    "embed", "blocks" for one layer, or "head"; "" for all parameters.
+    """
+
+    def transformed(fun: Callable[..., Any] | None, part: str = "") -> Any:
+        return None if fun is None else transform(fun, part)
 
     return dataclasses.replace(
         task,
@@ -95,14 +98,14 @@ def tokens_of_parameters(task: Task, batch: PyTree, plan: Plan) -> dict[str, set
 def _stack(stack: Stack, transformed: Callable[..., Any]) -> Stack:
     """Return the parts of a task that a pipeline splits, transformed."""
 
-    def layer(part: Layer) -> Layer:
-        return part._replace(apply=transformed(part.apply))
+    def layer(part: Layer, name: str) -> Layer:
+        return part._replace(apply=transformed(part.apply, name))
 
     return dataclasses.replace(
         stack,
-        embed=layer(stack.embed),
-        block=layer(stack.block),
-        head=layer(stack.head),
-        predict=transformed(stack.predict),
-        metrics=transformed(stack.metrics),
+        embed=layer(stack.embed, "embed"),
+        block=layer(stack.block, "blocks"),
+        head=layer(stack.head, "head"),
+        predict=transformed(stack.predict, "head"),
+        metrics=transformed(stack.metrics, "head"),
     )

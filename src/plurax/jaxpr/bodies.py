@@ -33,6 +33,7 @@ from plurax.jaxpr.interpret import (
     needed,
     variables,
 )
+from plurax.jaxpr.row_by_row import row_of_result
 
 
 class CutRegion(Protocol):
@@ -52,13 +53,15 @@ class CutRegion(Protocol):
 @dataclasses.dataclass(frozen=True)
 class Body:
     """The equations in which regions are: `inputs` and `constants` of the jaxpr, `results`, and
-    `of_rows`, the variables that depend on examples."""
+    `of_rows`, the variables that depend on examples; `dims`, those of variables that are followed.
+    """
 
     eqns: Sequence[Any]
     inputs: Sequence[Any]
     constants: Mapping[Any, Any]
     results: Sequence[Any]
     of_rows: set[Any]
+    dims: Mapping[Any, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,19 +77,29 @@ class Regions:
     concerns: Callable[[Any], bool]
 
     def evaluate(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], of_rows: set[Any]
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        of_rows: set[Any],
+        dims: Sequence[int | None] = (),
     ) -> list[Any]:
-        """Evaluate a jaxpr. `of_rows` are the inputs that depend on examples."""
+        """Evaluate a jaxpr. `of_rows` are the inputs that depend on examples.
+
+        `dims`: a dim of each of the first inputs that is followed through operations and loops.
+        """
         flat = flat_equations(jaxpr.eqns, jaxpr.outvars, inline=is_plain_call)
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         values.update(flat.constants)
         constants = {var: values[var] for var in (*jaxpr.constvars, *flat.constants)}
         reached = dependent(flat.eqns, of_rows)
-        body = Body(flat.eqns, jaxpr.invars, constants, flat.results, reached)
+        named = dict(zip(jaxpr.invars, dims, strict=False))
+        known = {var: dim for var, dim in named.items() if dim is not None}
+        followed = _followed(flat.eqns, known)
+        body = Body(flat.eqns, jaxpr.invars, constants, flat.results, reached, followed)
         regions = self.find(body)
-        if not regions:  # as it is, but for what loops and calls hold
-            reached = dependent(jaxpr.eqns, of_rows)
-            inside = functools.partial(self._apply_inside, reached)
+        if not regions and not known:  # as it is, but for what loops and calls hold
+            inside = functools.partial(self._apply_inside, dependent(jaxpr.eqns, of_rows), {})
             return interpret(jaxpr, consts, args, default=inside)
 
         def read(atom: Any) -> Any:
@@ -98,11 +111,13 @@ class Regions:
                 continue
             inputs = [read(atom) for atom in step.invars]
             with equation_context(step):
-                outputs = self._apply_inside(reached, step, inputs)
+                outputs = self._apply_inside(reached, followed, step, inputs)
             values.update(zip(step.outvars, outputs, strict=True))
         return [read(atom) for atom in flat.results]
 
-    def _apply_inside(self, of_rows: set[Any], eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    def _apply_inside(
+        self, of_rows: set[Any], dims: Mapping[Any, int], eqn: Any, inputs: list[Any]
+    ) -> Sequence[Any]:
         """Apply an equation; bodies of loops over layers, calls and `jax.checkpoint` by regions."""
         name = eqn.primitive.name
         opened = name in ("scan", "remat2") or name in PLAIN_CALLS
@@ -110,6 +125,7 @@ class Regions:
         if not any(map(self.concerns, inner)):
             return bind(eqn, inputs)
         flags = [not isinstance(atom, Literal) and atom in of_rows for atom in eqn.invars]
+        named = [None if isinstance(atom, Literal) else dims.get(atom) for atom in eqn.invars]
         if name == "scan":
             scan = Scan.of(eqn)
             consts, carry, xs = scan.split(scan.body.invars)
@@ -118,18 +134,34 @@ class Regions:
             if any(flags):
                 rows.update(carry)
 
+            of_consts, of_carry, of_xs = scan.split(named)
+            layer = [dim - 1 if dim else None for dim in of_xs]
+            inner_dims = [*of_consts, *(None for _ in of_carry), *layer]
+
             def body(*args: Any) -> list[Any]:
-                return self.evaluate(scan.body, scan.body_consts, args, rows)
+                return self.evaluate(scan.body, scan.body_consts, args, rows, inner_dims)
 
             return scan.apply(body, inputs)
         jaxpr, values = called_jaxpr(eqn)
         rows = {var for var, flag in zip(jaxpr.invars, flags, strict=True) if flag}
         if name in PLAIN_CALLS:
-            return self.evaluate(jaxpr, values, inputs, rows)
+            return self.evaluate(jaxpr, values, inputs, rows, named)
         kept = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-        return jax.checkpoint(lambda *args: self.evaluate(jaxpr, values, args, rows), **kept)(
-            *inputs
-        )
+        return jax.checkpoint(
+            lambda *args: self.evaluate(jaxpr, values, args, rows, named), **kept
+        )(*inputs)
+
+
+def _followed(eqns: Sequence[Any], dims: Mapping[Any, int]) -> dict[Any, int]:
+    """Return where the dims of variables are in what is computed of them, apart from others."""
+    followed = dict(dims)
+    for eqn in eqns if dims else ():
+        for place, atom in enumerate(eqn.invars):
+            if not isinstance(atom, Literal) and atom in followed:
+                dim = row_of_result(eqn, place, followed[atom])
+                if dim is not None:
+                    followed.update(dict.fromkeys(eqn.outvars, dim))
+    return followed
 
 
 def by_jaxpr(

@@ -35,9 +35,9 @@ from jax import lax
 from jax.extend.core import Literal
 from jaxtyping import Array
 
+from plurax.jaxpr.at_experts import AT_EXPERTS
 from plurax.jaxpr.barrier import order_after
 from plurax.jaxpr.compat import ANNOTATIONS, ELEMENTWISE, REMAT
-from plurax.jaxpr.expert_rows import AT_EXPERTS
 from plurax.partition.resharder import Resharder
 from plurax.partition.values import ShardedValue, ValueVersions, split_by_zero
 from plurax.sharding.axes import Axes

@@ -44,9 +44,9 @@ from jaxtyping import Array, PyTree
 
 from plurax import errors
 from plurax.jaxpr.annotate import OverContext
+from plurax.jaxpr.at_experts import AT_EXPERTS
 from plurax.jaxpr.barrier import order_after_cotangent, pick_dependency
 from plurax.jaxpr.compat import ANNOTATIONS, REMAT, called_jaxpr, is_recomputed, open_jaxpr
-from plurax.jaxpr.expert_rows import AT_EXPERTS
 from plurax.jaxpr.interpret import flat_equations, holds, needed, source_line
 from plurax.jaxpr.loop_constants import broadcasts_inside
 from plurax.jaxpr.slices import of_whole

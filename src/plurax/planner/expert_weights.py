@@ -1,11 +1,13 @@
 """Find which parameters are the weights of experts, so that a plan can split them over `data`.
 
-A mixture multiplies groups of rows with the weights of each group, by `lax.ragged_dot`. These are
-followed back to parameters, through loops over layers, casts and transpositions:
+A mixture multiplies groups of rows with the weights of each group, by `lax.ragged_dot`, or the
+buffer of each expert with its weights. These are followed back to parameters, through loops over
+layers, casts and transpositions:
 
     parameter                    read as                            rule
     up      (8, 512, 1024)       8 groups of (512, 1024)            ("data", None, None)
     blocks  (4, 8, 512, 1024)    a row of a loop, then the same     (None, "data", None, None)
+    down    (8, 1024, 512)       8 matrices beside 8 buffers        ("data", None, None)
     table   (8, 64)              the rows of a gather               none
 """
 
@@ -80,6 +82,7 @@ class _GroupWalk:
         self.dims: dict[str, int] = {}
         self._handlers = {
             "convert_element_type": lambda _, inputs: inputs,
+            "dot_general": self._of_buffers,
             "ragged_dot_general": self._product,
             "scan": self._scan,
             "transpose": self._transposed,
@@ -100,6 +103,14 @@ class _GroupWalk:
         if groups and inputs[1] is not None:
             path, dims = inputs[1]
             self.dims[path] = dims[groups[0]]
+        return [None]
+
+    def _of_buffers(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+        _, batch = eqn.params["dimension_numbers"]
+        for weights in (0, 1):
+            if inputs[weights] is not None and inputs[1 - weights] is None and batch[weights]:
+                path, dims = inputs[weights]
+                self.dims[path] = dims[batch[weights][0]]
         return [None]
 
     def _scan(self, eqn: Any, inputs: list[Any]) -> list[Any]:

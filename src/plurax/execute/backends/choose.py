@@ -8,17 +8,18 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from plurax import errors
+from plurax import errors, tree
 from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.pipelined import PipelinedBackend
 from plurax.execute.backends.replicated import ReplicatedBackend
 from plurax.execute.backends.sharded import ShardedBackend
 from plurax.execute.transformed_task import streamed_task, transformed_task
+from plurax.jaxpr.at_experts import at_experts
 from plurax.jaxpr.context import Context
-from plurax.jaxpr.expert_rows import at_experts
 from plurax.jaxpr.stream import with_kernels
 from plurax.mesh import platform_of
 from plurax.plan import Plan
+from plurax.sharding.rules import Rules
 from plurax.task import Task
 
 
@@ -36,10 +37,30 @@ def planned_task(task: Task, plan: Plan, *, member: bool = False) -> Task:
     split = context if plan.context > 1 else None
     task = streamed_task(task, plan.stream, split, skip=plan.tensor == 1)
     if (plan.tensor > 1 or member) and split is None:
-        task = transformed_task(task, with_kernels)
+        task = transformed_task(task, lambda fun, _: with_kernels(fun))
     if plan.splits_experts and not task.coupled:
-        task = transformed_task(task, functools.partial(at_experts, devices=plan.data))
+        rules = Rules(plan.rules, {"data": plan.data})
+        task = transformed_task(
+            task,
+            lambda fun, part: at_experts(fun, plan.data, functools.partial(_groups, rules, part)),
+        )
     return task
+
+
+def _groups(rules: Rules, part: str, params: PyTree) -> list[int | None]:
+    """Return the dim that is split over `data` of each parameter of a `part` of a stack.
+
+    "": all parameters; "blocks": one layer, without the dim of layers.
+    """
+    stacked = part == "blocks"
+    dims: list[int | None] = []
+    for path, leaf in tree.named_leaves(params).items():
+        shape = (1, *leaf.shape) if stacked else leaf.shape
+        sharding = rules.find(f"{part}/{path}" if part else path, shape)
+        entries = [] if sharding is None else sharding.dims
+        split = [dim - stacked for dim, axes in enumerate(entries) if "data" in axes]
+        dims.append(split[0] if split else None)
+    return dims
 
 
 def make_backend(

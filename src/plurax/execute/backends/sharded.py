@@ -57,8 +57,8 @@ from plurax.execute.totals import (
 )
 from plurax.freezing import trained
 from plurax.jaxpr.annotate import OverContext
+from plurax.jaxpr.at_experts import AT_EXPERTS
 from plurax.jaxpr.compat import inner_jaxprs
-from plurax.jaxpr.expert_rows import AT_EXPERTS
 from plurax.jaxpr.interpret import all_equations, holds
 from plurax.mesh import platform_of, within
 from plurax.partition.partitioner import Partitioner, partition

@@ -6,9 +6,9 @@ function from the operands' shards to the results' shards. It reads no array. An
 rule gets replicated inputs, which is always right.
 """
 
+from plurax.jaxpr.at_experts import AT_EXPERTS
 from plurax.jaxpr.attention_kernels import ATTENTION
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
-from plurax.jaxpr.expert_rows import AT_EXPERTS
 from plurax.partition.operators import (
     attention,
     convolution,

@@ -20,6 +20,12 @@ kept (`FirstRows`).
 
 On TPUs and GPUs only rows are sent (`lax.ragged_all_to_all`), elsewhere all slots.
 
+The buffers of experts, (E, C, d) of each device, are as large for any routing, and so sent at once:
+those of a device's experts come from each device in turn.
+
+    device 0: buffers 0 to 3       device 0: buffers 0 1 of device 0, 0 1 of device 1
+    device 1: buffers 0 to 3       device 1: buffers 2 3 of device 0, 2 3 of device 1
+
 Gradients of weights are added up over turns where the weights are, and never sent. The all-to-all
 of tokens is that of GShard (Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668), the ragged one
 is described at https://openxla.org/xla/operation_semantics#raggedalltoall.
@@ -36,7 +42,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from plurax.jaxpr.expert_rows import RowFunction, kept_avals, slots_of, split
+from plurax.jaxpr.at_experts import RowFunction, kept_avals, slots_of, split
 from plurax.partition.manual import eval_manual_body
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.scopes import IF_UNEVEN
@@ -55,8 +61,8 @@ def at_experts(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> D
     Rows and results are those of a device; so are sums over rows, of the rows it computed.
     """
     function: RowFunction = eqn.params["function"]
-    *values, sizes = inputs
-    rows, weights, whole, kept = split(values, function.operands)
+    rows, weights, whole, kept = split(inputs, function.operands)
+    sizes = inputs[sum(function.operands) :]
 
     def by_group(versions: ValueVersions | Any, dim: int) -> TensorSharding:
         return TensorSharding.replicated(len(versions.shape)).with_dim(dim, (AXIS,))
@@ -69,7 +75,7 @@ def at_experts(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> D
         Operand(one, (by_group(one, dim),))
         for one, dim in zip(weights, function.groups, strict=True)
     ]
-    operands += [Operand(one, (replicated(one),)) for one in (*whole, *kept, sizes)]
+    operands += [Operand(one, (replicated(one),)) for one in (*whole, *kept, *sizes)]
     counts = (*function.results, len(kept_avals(function)))
     results = split([var.aval for var in eqn.outvars], counts)
     of_rows = [context.spec(a.shape, a.dtype, replicated(a), True) for a in results[0]]
@@ -80,7 +86,8 @@ def at_experts(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> D
     others = [
         context.spec(a.shape, a.dtype, replicated(a), True) for a in (*results[2], *results[3])
     ]
-    execute = functools.partial(_in_turns, context.axes, function, results)
+    turns = functools.partial(_in_turns, context.axes, function, results)
+    execute = functools.partial(_at_once, function) if function.buffers else turns
     return Decision(tuple(operands), (*of_rows, *of_groups, *others), execute)
 
 
@@ -212,6 +219,21 @@ class _Turn:
         group = (self._rows(self.theirs)[:, :, None] >= ends[:, None, :]).sum(-1, dtype=jnp.int32)
         group = jnp.where(self._has_row(self.received), group, jnp.int32(spare))
         return self._filled(group.reshape(-1), jnp.int32(spare))
+
+
+def _at_once(function: RowFunction, *shards: Array) -> list[Array]:
+    """Compute this device's buffers at their experts, and others' buffers at this device's."""
+    rows, *others = split(shards, function.operands)
+    first = function.first
+    jaxpr = function.jaxpr if first is None else first.jaxpr
+    unsent = 0 if first is None else first.unsent
+    received = [lax.all_to_all(x, AXIS, 0, 0, tiled=True) for x in rows[unsent:]]
+    operands = [*received, *(x for part in others for x in part)]
+    results = eval_manual_body(jaxpr.jaxpr, jaxpr.consts, operands)
+    computed, *rest = split(results, (*function.results, len(results) - sum(function.results)))
+    returned = [lax.all_to_all(y, AXIS, 0, 0, tiled=True) for y in computed]
+    keeps = [results[place] for place in first.kept] if first is not None else []
+    return [*returned, *rest[0], *rest[1], *keeps]
 
 
 def _in_turns(
