@@ -380,6 +380,10 @@ class Dataset:
 DATES = np.array(["2020-01-01", "2020-01-02"], "M8[D]")
 MISTAKEN = [
     (Table(), "is a table (Table), and the loss takes arrays; give a dict of arrays"),
+    (
+        [np.ones((2, 3)), np.ones(2)],
+        "is a list of 2 arrays whose examples have different shapes, (), (3,), and a",
+    ),
     (Dataset(), "is a data set of single examples (Dataset); give its columns as arrays"),
     ({"n": [1, 2, "x"]}, "['n'] is a list that holds 'x', and a device holds numbers."),
     ({"n": np.ones(2), "m": 3}, "['m'] is a int, and a dict of data holds arrays"),

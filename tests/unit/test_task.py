@@ -47,6 +47,10 @@ def good_loss(params, batch, keys):
             lambda p, b, k: (good_loss(p, b, k), {"top": jnp.zeros(())}),
             r"metric 'top', returned shape \(\); it must be \(2,\)",
         ),
+        (
+            lambda p, b, k: (good_loss(p, b, k), {"wave": jnp.fft.fft(good_loss(p, b, k))}),
+            r"metric 'wave': it is complex, and metrics are averaged as real numbers",
+        ),
         *(
             (
                 lambda p, b, k, name=name: (good_loss(p, b, k), {name: jnp.zeros(2)}),

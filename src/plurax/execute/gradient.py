@@ -141,7 +141,12 @@ def check_losses(output: Any, size: int, where: str) -> tuple[Array, dict[str, A
         raise errors.TaskError(
             f"{where} returned dtype {losses.dtype}; a loss must be floating point."
         )
-    for name in metrics:
+    for name, value in metrics.items():
+        if not isinstance(value, Metric) and jnp.iscomplexobj(value):
+            raise errors.TaskError(
+                f"{where}, metric {name!r}: it is complex, and metrics are averaged as real "
+                "numbers. Return two of them, value.real and value.imag, or jnp.abs(value)."
+            )
         if name in RESERVED or not isinstance(name, str):
             raise errors.TaskError(
                 f"{where} returned a metric called {name!r}. Its name has to be a text, and none "

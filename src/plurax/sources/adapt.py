@@ -128,6 +128,14 @@ def _check_kind(what: str, data: Any) -> None:
             "dataset.with_format('numpy')[:], or batches of it: "
             "list(dataset.with_format('numpy').iter(batch_size))."
         )
+    arrays = data if isinstance(data, list) and all(hasattr(x, "shape") for x in data) else []
+    if len(shapes := {array.shape[1:] for array in arrays}) > 1:
+        kinds = ", ".join(map(str, sorted(shapes)))
+        raise errors.BatchError(
+            f"{what} is a list of {len(arrays)} arrays whose examples have different shapes, "
+            f"{kinds}, and a list is read as batches, one after the other. Columns are a tuple, "
+            "(x, y), or a dict, {'x': x, 'y': y}."
+        )
     # Neither arrays, nor batches to take one after the other, nor a tree that JAX knows.
     has_items = hasattr(data, "shape") or hasattr(data, "__iter__") or hasattr(data, "__getitem__")
     if data is None or (not has_items and jax.tree.leaves([data])[0] is data):
