@@ -543,6 +543,18 @@ def test_a_hyperparameter_that_is_not_given():
         fit(optimizer=lambda hyper: optax.adamw(hyper["rate"], weight_decay=hyper["decay"]))
 
 
+def test_a_function_of_more_than_the_dict_of_hyperparameters():
+    def named(rate, decay):
+        return optax.adamw(rate, weight_decay=decay)
+
+    with pytest.raises(
+        px.errors.TaskError,
+        match=r"optimizer=named is called with one argument, the dict of a member's .* cannot be: "
+        r"missing a required argument: 'decay'\. Write .* lambda hyper: \.\.\.\(hyper\['rate'\]\)",
+    ):
+        fit(optimizer=named)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_what_members_compute_has_the_dtype_of_their_hyperparameters(dtype):
     """5 members on two devices fill 6 slots; the state of a member is as an array of JAX says."""

@@ -20,6 +20,7 @@ Example: `Plan(member=2, chunk=4)`, 18 members, a parameter of shape `(3, 5)`:
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -96,6 +97,16 @@ def first_hyper(members: Members) -> Hyper:
 
 
 def _call(what: str, maker: HyperFn, hyper: Hyper) -> Any:
+    try:
+        inspect.signature(maker).bind(hyper)
+    except TypeError as error:
+        raise errors.TaskError(
+            f"{what}={getattr(maker, '__name__', maker)} is called with one argument, the dict of "
+            f"a member's hyperparameters, and cannot be: {error}. Write a function of that dict, "
+            f"such as lambda hyper: ...(hyper[{next(iter(hyper), 'learning_rate')!r}])."
+        ) from None
+    except ValueError:  # a signature is not known of all functions
+        pass
     try:
         returned = maker(hyper)
     except KeyError as error:
