@@ -1,4 +1,4 @@
-"""What the compilers of GPUs and TPUs make of rows that are sent to their experts."""
+"""What the compilers of GPUs and TPUs make of rows and buffers sent to their experts."""
 
 import jax.numpy as jnp
 import optax
@@ -30,6 +30,25 @@ def test_only_rows_are_sent(target, precision):
     others = [one for one in compiled if one.kind not in ("ragged-all-to-all", "all-reduce")]
     assert {one.kind for one in others} <= {"all-gather"}
     assert all(one.bytes <= 4 * mixtures.E * 4 for one in others)
+
+
+@pytest.mark.parametrize("target", ["4xH100", "v5p:2x2x1"])
+def test_only_buffers_are_sent(target):
+    """There and back, and their cotangents; no weights are gathered.
+
+    A TPU, whose products read bfloat16, sends that of float32.
+    """
+    task = px.Task(init=_init, loss=mixtures.loss_of(mixtures.one_hot))
+    batch = {name: x.astype("float32") for name, x in mixtures.batch_of().items()}
+    plan = px.Plan(data=4, shardings=SPLIT)
+    program = px.compile(task, optax.sgd(0.1), plan, batch, devices=px.topology(target))
+    buffers = mixtures.B // 4 * mixtures.E * mixtures.CAPACITY * mixtures.D * 4
+    compiled = buffers // 2 if "v5p" in target else buffers
+    both = (program.planned_collectives(), buffers), (program.collectives(), compiled)
+    for collectives, sent in both:
+        exchanges = [one.bytes for one in collectives if one.kind == "all-to-all"]
+        assert exchanges == [sent] * 4
+        assert {one.kind for one in collectives} == {"all-to-all", "all-reduce"}
 
 
 @pytest.mark.parametrize("target", ["4xH100", "v5p:2x2x1"])
