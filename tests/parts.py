@@ -18,7 +18,7 @@ PARTS = {
         compiler_options coupling cpu_forms drawn_programs export_predict fit hooks host_calls
         hyperparams jaxpr large_numbers liveness loop_constants hlo_text machine masked_queries
         token_order split_sequences measured metrics plan planned population read_ahead
-        recorded_collectives remat
+        recorded_collectives remat rows_per_call
         replicas resample schedules sharding stages step stream sweep targets task uncertainty
         verify work weights terminal
         user_frames argument_check error_texts mistakes reading replacing distributed yardstick""",

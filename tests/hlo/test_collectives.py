@@ -231,10 +231,11 @@ def test_no_batch_size_compiles_anything(compilations, plan):
 def test_predict_and_evaluate_compile_once(compilations):
     program = compiled(px.Plan(data=3))
     state = program.init()
-    program.predict(state, models.data(5))
-    program.evaluate(state, models.data(5))
+    for count in (1, 3, 5, 33):  # an eighth of the batch or less has a program of its own
+        program.predict(state, models.data(count))
+        program.evaluate(state, models.data(count))
     del compilations[:]
-    for count in (1, 33, 100):
+    for count in (2, 17, 34, 100):
         program.predict(state, models.data(count))
         program.evaluate(state, models.data(count))
     assert compilations == []

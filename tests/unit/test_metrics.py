@@ -128,7 +128,7 @@ def test_the_network_runs_once():
     products = []
     for task in (plain, measured):
         program = px.compile(task, optax.sgd(0.1), px.Plan(), models.data(16))
-        text = program._evaluator.compiled.as_text()
+        text = program.trace_evaluate().lower().compile().as_text()
         products.append(len(re.findall(r" dot\(|custom-call\(", text)))
     assert products[0] == products[1] > 0
 

@@ -22,8 +22,9 @@ from plurax.execute.gradient import (
     split_output,
     with_precision,
 )
-from plurax.execute.placement import Placement, chunks, leading_dim
+from plurax.execute.placement import Placement, chunks, is_arrays, leading_dim
 from plurax.execute.rows import Rows, abstract_rows
+from plurax.execute.rows_per_call import bytes_per_row, more_rows
 from plurax.execute.step_functions import StepFunctions
 from plurax.mesh import split_rows, within
 from plurax.metrics.metric import Metric
@@ -56,9 +57,18 @@ class Evaluator:
         if plan.pipeline == 1:
             size = -(-size * plan.data // plan.parts)
             plan = Plan(data=plan.data)
-        rows, sharding = plan.padded_size(size), split_rows(functions.mesh)
-        self._placement = Placement(with_rows(batch, size), rows, sharding)
+        self._batch, self._padded_size = batch, plan.padded_size
         self._in_flight = in_flight
+        self._placements: dict[int, Placement] = {}
+        self._known: dict[int, jax.stages.Compiled] = {}
+        self._placement = self._placement_of(size)
+
+    def _placement_of(self, size: int) -> Placement:
+        """Return the placement of `size` rows, which has compiled a copy of its own."""
+        if size not in self._placements:
+            sharding, rows = split_rows(self._functions.mesh), self._padded_size(size)
+            self._placements[size] = Placement(with_rows(self._batch, size), rows, sharding)
+        return self._placements[size]
 
     def __call__(
         self, states: tuple[PyTree, ...], data: PyTree | Iterable[PyTree]
@@ -71,12 +81,13 @@ class Evaluator:
         is no metric.
         """
         data, finish = adapt("evaluation", data), self._finish
-        parts = []
+        size = self._choose(data) if is_arrays(data) else self._placement.size
+        placement, parts = self._placement_of(size), []
         # Dispatch all chunks, then fetch: the host waits once, not once per chunk.
-        for batch in chunks(data, self._placement.size):
-            placed = self._placement.place(batch)
+        for batch in chunks(data, size):
+            placed = placement.place(batch)
             check_not_donated(states)
-            parts.append(self.compiled(*states, *placed))
+            parts.append(self._compiled(size)(*states, *placed))
             self._in_flight.started(parts[-1].loss)
         if not parts:
             raise errors.batch_is_empty()
@@ -99,17 +110,32 @@ class Evaluator:
 
     def trace(self) -> jax.stages.Traced:
         """Trace the sums over a chunk: `(params, model_state, *arguments, rows, count)`."""
-        rows = self._placement.abstract()
-        check_evaluate(self._task, self._like, rows, self._functions.mesh)
-        arguments = (*abstract_inference(self._functions), rows, COUNT)
+        return self._checked_trace(self._placement)
+
+    def _checked_trace(self, placement: Placement) -> jax.stages.Traced:
+        check_evaluate(self._task, self._like, placement.abstract(), self._functions.mesh)
+        return self._trace(placement)
+
+    def _trace(self, placement: Placement) -> jax.stages.Traced:
+        arguments = (*abstract_inference(self._functions), placement.abstract(), COUNT)
         evaluate = jitted(self._functions.evaluate, self._functions.options)
         traced: jax.stages.Traced = evaluate.trace(*arguments)
         return traced
 
+    def _compiled(self, size: int) -> jax.stages.Compiled:
+        """Return the compiled sums over `size` rows."""
+        if size not in self._known:
+            traced = self._checked_trace(self._placement_of(size))
+            self._known[size] = traced.lower().compile()
+        return self._known[size]
+
+    def _choose(self, data: PyTree) -> int:
+        """Return the number of rows of a call for arrays."""
+        return more_rows(self._placement.size, leading_dim(data), lambda: self._row_bytes)
+
     @functools.cached_property
-    def compiled(self) -> jax.stages.Compiled:
-        """The compiled sums over a chunk."""
-        return self.trace().lower().compile()
+    def _row_bytes(self) -> float:
+        return bytes_per_row(lambda n: self._trace(self._placement_of(n)), self._placement.size)
 
     # --- From shapes alone --------------------------------------------------------------------
 

@@ -26,10 +26,10 @@ from plurax.distributed.global_arrays import gather, least, one_at_a_time, proce
 from plurax.execute.compiled_functions import abstract_inference
 from plurax.execute.compiler_options import jitted
 from plurax.execute.coupling import check_predict
-from plurax.execute.placement import Placement, check_rows, is_arrays, leading_dim, select_rows
+from plurax.execute.placement import Placement, is_arrays, leading_dim, select_rows
 from plurax.execute.program_cache import shapes_key
+from plurax.execute.rows_per_call import bounded, bytes_per_row, fewer_rows, more_rows
 from plurax.execute.step_functions import StepFunctions
-from plurax.jaxpr.compat import inner_jaxprs
 from plurax.mesh import split_rows
 from plurax.plan import Plan
 from plurax.sources.adapt import adapt, as_arrays
@@ -37,16 +37,6 @@ from plurax.sources.source import Reading, Source
 from plurax.state import TrainState, check_not_donated
 from plurax.task import Task
 from plurax.validate import whole_number
-
-VALUE_BYTES = 4 * 2**20
-"""The most bytes on a device of the largest value in a call whose number of rows is chosen here.
-
-A call of few rows costs more on the host than on the device (200,000 rows of 20 numbers, 64 at a
-time: 0.89 s; 4,096 or 16,384: 0.05 s; 65,536: 0.07 s, on two cores), and memory stays bounded.
-"""
-
-FEWEST_CALLS = 4
-"""Calls into which inputs are cut at least: the last one is padded, and copies overlap."""
 
 IN_FLIGHT = 2
 """Chunks computing or queued while the outputs of an earlier one are copied to the host."""
@@ -75,7 +65,7 @@ class Predictor:
 
     def trace(self, inputs: PyTree, chunk: int | None) -> jax.stages.Traced:
         """Trace the outputs of `chunk` rows, by default the batch size, of inputs like these."""
-        rows = _bounded(chunk or self._least, leading_dim(inputs))
+        rows = bounded(chunk or self._least, leading_dim(inputs))
         return self._trace(self._placement(_like(inputs, rows), rows).abstract())
 
     def _trace(self, rows: PyTree) -> jax.stages.Traced:
@@ -103,16 +93,29 @@ class Predictor:
             inputs = inputs.batches(Reading(rows or self._least), 0, 0)
         if not is_arrays(inputs):
             return map(self._functions.outputs, self._stream(states, iter(inputs), rows))
-        outputs = next(self._stream(states, iter([as_arrays(inputs)]), rows))
+        inputs = as_arrays(inputs)
+        outputs = next(self._stream(states, iter([inputs]), rows, alone=True))
         return self._functions.outputs(outputs)
 
     def _stream(
-        self, states: tuple[PyTree, ...], batches: Iterator[PyTree], chunk: int | None
+        self,
+        states: tuple[PyTree, ...],
+        batches: Iterator[PyTree],
+        chunk: int | None,
+        *,
+        alone: bool = False,
     ) -> Iterator[PyTree]:
+        """Yield the outputs of each of `batches`, or of the only one, which is `alone`."""
         first = next(batches, None)
         if first is None:
             return
-        rows = self._choose(first) if chunk is None else _bounded(chunk, leading_dim(first))
+        total = leading_dim(first)
+        if chunk is not None:
+            rows = bounded(chunk, total)
+        elif alone and total < self._least:
+            rows = fewer_rows(self._least, total)
+        else:
+            rows = self._choose(first)
         placement, compiled = self._program(first, rows)
         chained = map(as_arrays, itertools.chain([first], batches))
 
@@ -136,7 +139,7 @@ class Predictor:
                 "local out."
             )
         inputs = as_arrays(inputs)
-        chunk = _bounded(chunk or self._least, -least(-leading_dim(inputs)) * process_count())
+        chunk = bounded(chunk or self._least, -least(-leading_dim(inputs)) * process_count())
         placement, compiled = self._program(inputs, self._padded_size(chunk))
         share = placement.own_rows()
         if share is None:
@@ -153,21 +156,16 @@ class Predictor:
 
     def _choose(self, inputs: PyTree) -> int:
         """Return the number of rows of a call for inputs of which nobody said it."""
-        chunk, most = self._least, leading_dim(inputs) // FEWEST_CALLS
-        if most < 2 * chunk:
-            return chunk
-        key = shapes_key(_like(inputs, 1))
-        if key not in self._row_bytes:
-            # What grows with the rows; parameters do not.
-            small, large = (
-                _value_bytes(self._trace(self._placement(_like(inputs, n), n).abstract()).jaxpr)
-                for n in (chunk, 2 * chunk)
-            )
-            grown = [b - a for a, b in zip(small, large, strict=True)]
-            self._row_bytes[key] = max(1, *grown) / chunk
-        while 2 * chunk <= most and 2 * chunk * self._row_bytes[key] <= VALUE_BYTES:
-            chunk *= 2
-        return chunk
+
+        def row_bytes() -> float:
+            if (key := shapes_key(_like(inputs, 1))) not in self._row_bytes:
+                self._row_bytes[key] = bytes_per_row(
+                    lambda n: self._trace(self._placement(_like(inputs, n), n).abstract()),
+                    self._least,
+                )
+            return self._row_bytes[key]
+
+        return more_rows(self._least, leading_dim(inputs), row_bytes)
 
     def _placement(self, like: PyTree, chunk: int) -> Placement:
         return Placement(like, self._padded_size(chunk), split_rows(self._functions.mesh))
@@ -181,30 +179,11 @@ class Predictor:
         return self._known[key]
 
 
-def _bounded(chunk: int, rows: int) -> int:
-    """Return the number of rows of a call: `chunk`, or for fewer inputs less.
-
-    That is a power of two, so that few programs are compiled for inputs of many lengths.
-    """
-    check_rows(chunk)
-    return min(chunk, 1 << (rows - 1).bit_length())
-
-
 def _like(inputs: PyTree, rows: int) -> PyTree:
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((rows, *np.shape(leaf)[1:]), leaf.dtype),
         as_arrays(inputs),
     )
-
-
-def _value_bytes(jaxpr: Any) -> list[int]:
-    """Return the bytes of each value that a jaxpr computes, those of its loops and calls too."""
-    sizes = []
-    for eqn in jaxpr.eqns:
-        sizes += [aval.size * aval.dtype.itemsize for aval in (v.aval for v in eqn.outvars)]
-        for inner in inner_jaxprs(eqn):
-            sizes += _value_bytes(inner)
-    return sizes
 
 
 def predict_stream(

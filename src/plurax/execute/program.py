@@ -360,8 +360,9 @@ class Program:
         - `inputs`: a tree of arrays, or what becomes one (a DataFrame); or an iterable of trees (a
           generator, a DataLoader), for which the result is an iterator with one output per item.
         - `chunk`: rows at a time, default `batch_size`, for many inputs more while no value on a
-          device is larger than 4 MiB. The last one is padded: there is one compilation. With fewer
-          inputs it is the next power of two.
+          device is larger than 4 MiB, and for an eighth of it or less an eighth (or an eighth of
+          that). The last one is padded: few programs are compiled for inputs of many lengths.
+          A given chunk is for fewer inputs the next power of two.
         - `local`: each of several processes gives arrays of its own, and gets their outputs alone.
 
         **Returns:** leaves `(N, ...)`, or of a population `(members, N, ...)`.
@@ -374,8 +375,9 @@ class Program:
     def evaluate(self, state: TrainState, data: PyTree | Iterable[PyTree]) -> dict[str, Any]:
         """Return weighted means of loss and metrics over all examples of `data`, each counted once.
 
-        `data` is a tree of arrays with any leading dim, or an iterable of such trees. Means are
-        floats, or of a population arrays `(members,)`; metrics over the data may be arrays.
+        `data` is a tree of arrays with any leading dim, or an iterable of such trees. Arrays are
+        taken as many rows at a time as in `predict`, but at least a microbatch. Means are floats,
+        or of a population arrays `(members,)`; metrics over the data may be arrays.
         """
         self._check_here()
         states = (*self._states.for_inference(state), *self._functions.arguments)
