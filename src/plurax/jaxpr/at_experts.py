@@ -62,11 +62,12 @@ class FirstRows:
 class RowFunction:
     """A function of rows and weights, of which a device can compute any rows.
 
+    Without sizes there is one row of each expert, its buffer, in the order of experts.
+
     **Fields:**
 
     - `jaxpr`, of rows, weights, whole values and sizes, for the groups of one device and the rows
       for which it has room; its results are rows, weights, and sums over all rows given.
-    - `buffers`: whether there is one row of each expert, in their order, and so no sizes.
     - `operands`, how many operands are rows, weights, whole values and kept ones, and `results`,
       how many results are rows, weights, and sums.
     - `groups` and `result_groups`, the dims of the groups of weights.
@@ -77,7 +78,6 @@ class RowFunction:
     """
 
     jaxpr: Any
-    buffers: bool
     operands: tuple[int, ...]
     results: tuple[int, ...]
     groups: tuple[int, ...]
@@ -246,7 +246,6 @@ class _SentRegion:
         counts = tuple(len(jax.tree.leaves(part)) for part in shapes)
         function = RowFunction(
             jaxpr,
-            self._buffers,
             tuple(map(len, operands[:-1])),
             counts,
             self._groups,

@@ -87,7 +87,7 @@ def at_experts(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> D
         context.spec(a.shape, a.dtype, replicated(a), True) for a in (*results[2], *results[3])
     ]
     turns = functools.partial(_in_turns, context.axes, function, results)
-    execute = functools.partial(_at_once, function) if function.buffers else turns
+    execute = turns if sizes else functools.partial(_at_once, function)
     return Decision(tuple(operands), (*of_rows, *of_groups, *others), execute)
 
 
