@@ -15,6 +15,8 @@ TOKENS = mixtures.B * mixtures.T * mixtures.D * 8
 """Bytes of the tokens of a batch."""
 CHOICES = mixtures.B * mixtures.T * mixtures.K * 8
 """Bytes of their weights."""
+BIAS = mixtures.E * mixtures.H * 8
+"""Bytes of the hidden bias of all experts."""
 
 
 def program_of(dispatch, **fields):
@@ -32,20 +34,23 @@ def program_of(dispatch, **fields):
 def test_only_tokens_are_added_up(dispatch):
     """Forward the values of all experts, backward the gradients of tokens and of their weights.
 
-    No weights are gathered, and no buffers; the loss is a number.
+    No weights are gathered, and no buffers, only the gradients of a whole bias that stand by
+    expert; the loss is a number.
     """
     program = program_of(dispatch)
-    found = counted(program.collectives())
-    assert found == counted(program.planned_collectives())
-    assert {kind for kind, *_ in found} == {"all-reduce"}
-    assert sum(found.values()) == SENT.get(dispatch, 2 * TOKENS + CHOICES) + 8
+    sent = counted(program.collectives())
+    assert sent == counted(program.planned_collectives())
+    gathered = sum(sent[key] for key in sent if key[0] == "all-gather")
+    assert {kind for kind, *_ in sent} <= {"all-reduce", "all-gather"}
+    assert gathered == (BIAS if dispatch is mixtures.of_modules else 0)
+    assert sum(sent.values()) - gathered == SENT.get(dispatch, 2 * TOKENS + CHOICES) + 8
 
 
 SENT = {
     # In each of two layers: what is kept for the backward pass is added up before it is weighted.
     mixtures.in_a_loop: 2 * (mixtures.K * TOKENS + TOKENS),
     # The gradient of a bias that is not split.
-    mixtures.normed: 2 * TOKENS + CHOICES + mixtures.E * mixtures.H * 8,
+    mixtures.normed: 2 * TOKENS + CHOICES + BIAS,
     # The hidden values, forward and twice backward: the rows of a product with other groups.
     mixtures.counted_twice: 2 * TOKENS + CHOICES + 3 * mixtures.H * CHOICES,
 }
