@@ -65,15 +65,15 @@ SHAPES = {
 DIMS = {plain: 0, in_buffers: 0, in_layers: 1, moved: 2}
 
 
-def task_of(function, shapes, width=4):
+def task_of(function, shapes, width=4, *, coupled=False):
     def init(key):
         return {name: jnp.ones(shape) for name, shape in shapes.items()}
 
-    def loss(p, batch, keys):
+    def loss(p, batch, keys, *mask):
         x = batch["x"]
         return (function(p, x.reshape(-1, width)) ** 2).reshape(x.shape).mean((1, 2))
 
-    return px.Task(init=init, loss=loss)
+    return px.Task(init=init, loss=loss, coupled=coupled)
 
 
 def batch_of(rows, tokens, width=4):
@@ -89,6 +89,14 @@ def test_weights_of_groups_are_found(function):
         for name, shape in SHAPES[function].items()
     }
     assert rules == expected
+
+
+def test_of_a_coupled_loss_only_sorted_rows_are_sent():
+    """Its buffers are those of all tokens, whatever device they are on."""
+    sorted_rows = task_of(plain, {**SHAPES[plain], "table": (4, 8)}, coupled=True)
+    buffers = task_of(in_buffers, {**SHAPES[in_buffers], "table": (4, 8)}, coupled=True)
+    assert set(expert_rules(sorted_rows, batch_of(2, 3), 4)) == {"up", "down"}
+    assert expert_rules(buffers, batch_of(2, 3), 4) == {}
 
 
 def test_what_devices_do_not_divide_is_left_out():

@@ -56,6 +56,7 @@ class Body:
     `of_rows`, the variables that depend on examples; `dims`, those of variables that are followed.
     """
 
+    jaxpr: Any
     eqns: Sequence[Any]
     inputs: Sequence[Any]
     constants: Mapping[Any, Any]
@@ -96,7 +97,7 @@ class Regions:
         named = dict(zip(jaxpr.invars, dims, strict=False))
         known = {var: dim for var, dim in named.items() if dim is not None}
         followed = _followed(flat.eqns, known)
-        body = Body(flat.eqns, jaxpr.invars, constants, flat.results, reached, followed)
+        body = Body(jaxpr, flat.eqns, jaxpr.invars, constants, flat.results, reached, followed)
         regions = self.find(body)
         if not regions and not known:  # as it is, but for what loops and calls hold
             inside = functools.partial(self._apply_inside, dependent(jaxpr.eqns, of_rows), {})

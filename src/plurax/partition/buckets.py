@@ -38,6 +38,7 @@ from jaxtyping import Array
 from plurax.jaxpr.at_experts import AT_EXPERTS
 from plurax.jaxpr.barrier import order_after
 from plurax.jaxpr.compat import ANNOTATIONS, ELEMENTWISE, REMAT
+from plurax.jaxpr.rows_apart import ROWS_APART
 from plurax.partition.resharder import Resharder
 from plurax.partition.values import ShardedValue, ValueVersions, split_by_zero
 from plurax.sharding.axes import Axes
@@ -47,7 +48,7 @@ from plurax.sharding.spec import REPLICAS, TensorSharding
 
 _LOCAL = ELEMENTWISE | {"annotate", "broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"}
 """Operations that can run on the shards of a parameter and leave it split."""
-_OF_THEIR_OWN = frozenset(["scan", "while", "cond", AT_EXPERTS, *ANNOTATIONS, *REMAT])
+_OF_THEIR_OWN = frozenset(["scan", "while", "cond", AT_EXPERTS, ROWS_APART, *ANNOTATIONS, *REMAT])
 """Equations whose bodies are evaluated by the partitioner, or that do not gather parameters."""
 TILE = 1024
 """Numbers in a tile of a TPU's flat buffers. Its compiler gathers whole tiles; shards that end

@@ -49,6 +49,7 @@ from plurax.jaxpr.barrier import order_after_cotangent, pick_dependency
 from plurax.jaxpr.compat import ANNOTATIONS, REMAT, called_jaxpr, is_recomputed, open_jaxpr
 from plurax.jaxpr.interpret import flat_equations, holds, needed, source_line
 from plurax.jaxpr.loop_constants import broadcasts_inside
+from plurax.jaxpr.rows_apart import ROWS_APART
 from plurax.jaxpr.slices import of_whole
 from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
@@ -233,6 +234,8 @@ class Partitioner(Resharder):
             if branch is not None:
                 return self.evaluate(*open_jaxpr(branch), inputs[1:], goals)
             return Branches(self, eqn, inputs).run()
+        if name == ROWS_APART:
+            return self._own_rows(eqn, inputs)
         if name == "optimization_barrier":
             return self._together_known(inputs)
         if name == "order_after":
@@ -350,6 +353,48 @@ class Partitioner(Resharder):
         arrays = [value.array for value in values]
         tied = iter(self.run(lambda *each: list(lax.optimization_barrier(each)), arrays, values))
         return [one if one.deferred else ValueVersions(next(tied)) for one in inputs]
+
+    def _own_rows(self, eqn: Any, inputs: list[ValueVersions]) -> list[ValueVersions]:
+        """Evaluate a function of rows on this device's own, where rows are a dim over `data`."""
+        params = eqn.params
+        with self.needed_by(eqn):
+            operands = [
+                self._own(versions, dim, params["devices"])
+                for versions, dim in zip(inputs, params["dims"], strict=True)
+            ]
+        with self._with(joint=False):
+            results = self.evaluate(*open_jaxpr(params["jaxpr"]), operands)
+            values = list(map(self.value, results))
+        return [
+            ValueVersions(self._of_all_rows(value, dim, params["devices"]))
+            for value, dim in zip(values, params["result_dims"], strict=True)
+        ]
+
+    def _own(self, versions: ValueVersions, dim: int | None, devices: int) -> ValueVersions:
+        """Return this device's rows of a value; one without rows is no sum over `data`."""
+        if dim is None and versions.is_param:
+            return versions.fresh()
+        dims, shape = self.context.reduced(versions).without(("data",)).dims, list(versions.shape)
+        if dim is None:
+            return ValueVersions(self.reshard(versions, TensorSharding(dims)))
+        split = TensorSharding(dims).with_dim(dim, ("data", *dims[dim]))
+        array = self.reshard(versions, split).array
+        shape[dim] //= devices
+        return ValueVersions(
+            ShardedValue(array, tuple(shape), TensorSharding(dims), data_varying=True)
+        )
+
+    def _of_all_rows(self, value: ShardedValue, dim: int | None, devices: int) -> ShardedValue:
+        """Return what devices have of their own rows as a value of all: a shard, or a summand."""
+        shape = list(value.shape)
+        if dim is None:
+            over = {"data"} if value.data_varying else set()
+            sharding = TensorSharding(value.sharding.dims, value.sharding.partial | over)
+        else:
+            value = self.move(value, value.sharding.without(("data",)))
+            sharding = value.sharding.with_dim(dim, ("data", *value.sharding.dims[dim]))
+            shape[dim] *= devices
+        return ShardedValue(value.array, tuple(shape), sharding)
 
     # --- Loops, and the model's own shard_map --------------------------------------------------
 

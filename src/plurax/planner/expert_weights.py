@@ -37,7 +37,7 @@ def fields_of_rows_sent(wanted: Wanted, machine: Machine) -> Iterator[dict[str, 
     None where a rule of what is pinned says where experts are, and where what is held forbids it.
     """
     task, pinned, held = wanted.task, wanted.pinned, wanted.fields
-    if wanted.members is not None or task.coupled:
+    if wanted.members is not None:
         return
     if any(getattr(pinned, name) > 1 for name in ("tensor", "context") if name in held):
         return
@@ -53,14 +53,16 @@ def fields_of_rows_sent(wanted: Wanted, machine: Machine) -> Iterator[dict[str, 
 def expert_rules(task: Task, batch: PyTree, devices: int) -> dict[str, Entries]:
     """Return rules that split the weights of experts over `data`, by parameter.
 
-    Of weights whose experts so many devices do not divide there is none. `task` is not coupled;
-    `batch`: as `jax.ShapeDtypeStruct`s.
+    Of weights whose experts so many devices do not divide there is none, nor of buffers where the
+    loss couples examples: these are buffers of all tokens. `batch`: as `jax.ShapeDtypeStruct`s.
     """
-    params, _ = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
+    params, model_state = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
     rows = abstract_rows(batch)
-    closed = jax.make_jaxpr(task.loss)(params, rows.batch, rows.keys)
+    states = (params, model_state) if task.stateful else (params,)
+    masks = (rows.mask,) if task.coupled else ()
+    closed = jax.make_jaxpr(task.loss)(*states, rows.batch, rows.keys, *masks)
     parameters = tree.named_leaves(params)
-    walk = _GroupWalk()
+    walk = _GroupWalk(buffers=not task.coupled)
     origins = [(path, tuple(range(leaf.ndim))) for path, leaf in parameters.items()]
     rest = [None] * (len(closed.jaxpr.invars) - len(origins))
     walk.follow(closed.jaxpr, len(closed.consts), [*origins, *rest])
@@ -78,11 +80,11 @@ class _GroupWalk:
     None for others. **Attributes:** `dims`, of a parameter that is weights the dim of its groups.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, buffers: bool) -> None:
         self.dims: dict[str, int] = {}
         self._handlers = {
             "convert_element_type": lambda _, inputs: inputs,
-            "dot_general": self._of_buffers,
+            "dot_general": self._of_buffers if buffers else self._others,
             "ragged_dot_general": self._product,
             "scan": self._scan,
             "transpose": self._transposed,

@@ -1,5 +1,6 @@
 """Choose the backend that a task and a plan need."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,9 +14,11 @@ from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.pipelined import PipelinedBackend
 from plurax.execute.backends.replicated import ReplicatedBackend
 from plurax.execute.backends.sharded import ShardedBackend
+from plurax.execute.program_cache import cached_program
 from plurax.execute.transformed_task import streamed_task, transformed_task
 from plurax.jaxpr.at_experts import at_experts
 from plurax.jaxpr.context import Context
+from plurax.jaxpr.sorted_rows import with_rows_apart
 from plurax.jaxpr.stream import with_kernels
 from plurax.mesh import platform_of
 from plurax.plan import Plan
@@ -30,6 +33,7 @@ def needs_partitioner(task: Task, plan: Plan) -> bool:
 
 def planned_task(task: Task, plan: Plan, *, member: bool = False) -> Task:
     """Return the task as a plan computes it; a `member` is one of a population."""
+    written = task
     # Between stages tokens would be brought back to the order of their places.
     ordered = plan.pipeline == 1
     context = Context(plan.context, plan.context_strategy, ordered, tensor=plan.tensor)
@@ -38,8 +42,16 @@ def planned_task(task: Task, plan: Plan, *, member: bool = False) -> Task:
     task = streamed_task(task, plan.stream, split, skip=plan.tensor == 1)
     if (plan.tensor > 1 or member) and split is None:
         task = transformed_task(task, lambda fun, _: with_kernels(fun))
+    rules = Rules(plan.rules, {"data": plan.data})
+    if task.coupled and plan.data > 1:
+        states = 2 if task.stateful else 1
+        groups = functools.partial(_groups, rules, "") if plan.splits_experts else None
+        # What of a loss leaves rows apart is run once, for all plans that trace it alike.
+        traced = plan.stream, plan.context, plan.context_strategy, plan.tensor > 1, member
+        known: dict[Any, Any] = cached_program(written, ("sorted rows", *traced), dict)
+        loss = with_rows_apart(task.loss, states, plan.data, groups, known)
+        return dataclasses.replace(task, loss=loss)
     if plan.splits_experts and not task.coupled:
-        rules = Rules(plan.rules, {"data": plan.data})
         task = transformed_task(
             task,
             lambda fun, part: at_experts(fun, plan.data, functools.partial(_groups, rules, part)),

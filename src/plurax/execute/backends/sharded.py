@@ -60,6 +60,7 @@ from plurax.jaxpr.annotate import OverContext
 from plurax.jaxpr.at_experts import AT_EXPERTS
 from plurax.jaxpr.compat import inner_jaxprs
 from plurax.jaxpr.interpret import all_equations, holds
+from plurax.jaxpr.rows_apart import ROWS_APART
 from plurax.mesh import platform_of, within
 from plurax.partition.partitioner import Partitioner, partition
 from plurax.partition.pins import with_strategies
@@ -473,10 +474,10 @@ def _uses_tensor(plan: Plan, tags: set[Tag], jaxpr: Any) -> bool:
 
 def _by_hand(eqn: Any) -> bool:
     """Whether the model splits over devices itself: the backward pass of a `custom_vjp` cannot be
-    seen, and may; that of rows sent to experts does not."""
+    seen, and may; that of rows sent to experts, or left apart, does not."""
     name, inner = eqn.primitive.name, inner_jaxprs(eqn)
-    sent = any(holds(jaxpr, AT_EXPERTS) for jaxpr in inner)
-    return name in ("shard_map", "sharding_constraint", "custom_vjp_call") and not sent
+    own = any(holds(jaxpr, which) for jaxpr in inner for which in (AT_EXPERTS, ROWS_APART))
+    return name in ("shard_map", "sharding_constraint", "custom_vjp_call") and not own
 
 
 def _names(entries: Sequence[Any]) -> list[Any]:

@@ -1,0 +1,147 @@
+"""Mixtures whose loss couples examples, their rows sorted on each device, beside a step by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from tests import models
+from tests.parity import test_experts as mixtures
+from tests.parity.test_experts import K, name_of
+from tests.tiers import in_turns
+
+import plurax as px
+from plurax.execute.backends.choose import planned_task
+from plurax.jaxpr.interpret import holds
+from plurax.jaxpr.rows_apart import ROWS_APART
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+OWN = dict.fromkeys(("gate", "up", "down"), ("data", None, None))
+
+
+# --- Dispatches that read all tokens, in what is sorted or beside it ------------------------------
+
+
+def capped_behind(p, x):
+    """Tokens behind a capacity of all tokens of their expert get nothing; all are computed."""
+    weights, which, _ = mixtures.chosen(p, x)
+    most = 2 * which.size // p["router"].shape[1]
+    kept = mixtures.places(which, p["router"].shape[1]) < most
+    y = mixtures.sorted_rows(p, x)
+    return jnp.where(kept.reshape(weights.shape).any(1, keepdims=True), y, jnp.zeros((), y.dtype))
+
+
+def capped(p, x):
+    """Rows behind a capacity of their expert get nothing, by their place among the sorted ones."""
+    rows, sizes, order, weights = mixtures.ordered(p, x)
+    starts = jnp.cumsum(sizes) - sizes
+    group = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes)[None]).sum(1)
+    place = jnp.arange(len(rows)) - starts[group]
+    y = jax.lax.ragged_dot(rows, p["gate"], sizes) @ p["down"][0]
+    y = jnp.where((place < len(rows) // 3)[:, None], y, jnp.zeros((), y.dtype))
+    return mixtures.back(y, order, weights)
+
+
+def above_the_mean(p, x):
+    """Tokens whose weights are above the mean of all tokens are computed twice as strongly."""
+    weights, _, _ = mixtures.chosen(p, x)
+    rows, sizes, order, _ = mixtures.ordered(p, x)
+    best = weights[:, 0]
+    strong = jnp.where(best > best.mean(), 2.0, 1.0)
+    y = jax.lax.ragged_dot(rows * strong[order // K][:, None], p["gate"], sizes) @ p["down"][0]
+    return mixtures.back(y, order, weights)
+
+
+def by_count(p, x):
+    """Results are divided by the number of all tokens."""
+    rows, sizes, order, weights = mixtures.ordered(p, x)
+    y = jax.lax.ragged_dot(rows / len(x) * 40, p["gate"], sizes) @ p["down"][0]
+    return mixtures.back(y, order, weights)
+
+
+def by_load(p, x):
+    """Results are divided by the number of rows of their expert."""
+    rows, sizes, order, weights = mixtures.ordered(p, x)
+    group = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes)[None]).sum(1)
+    load = sizes[group].astype(x.dtype)
+    y = jax.lax.ragged_dot(rows, p["gate"], sizes) @ p["down"][0] / load[:, None]
+    return mixtures.back(y, order, weights)
+
+
+def left_sorted(p, x):
+    """Rows stay where the sort put them."""
+    rows, sizes, _, _ = mixtures.ordered(p, x)
+    y = jax.lax.ragged_dot(rows, p["gate"], sizes) @ p["down"][0]
+    return y.reshape(len(x), K, -1).sum(1)
+
+
+def shifted(p, x):
+    """Each token gets what its neighbour computed."""
+    y = mixtures.sorted_rows(p, x)
+    return y[(jnp.arange(len(x)) + 1) % len(x)]
+
+
+def over_own_order(p, x):
+    """Of two sorts one puts rows back where the other took them from."""
+    rows, sizes, _order, weights = mixtures.ordered(p, x)
+    y = jax.lax.ragged_dot(rows, p["gate"], sizes) @ p["down"][0]
+    return mixtures.back(y, jnp.argsort(weights.reshape(-1)), weights)
+
+
+def behind_a_mean(p, x):
+    """Rows are normalized by the mean of all tokens, before they are sorted."""
+    return mixtures.sorted_rows(p, x - x.mean(0, keepdims=True))
+
+
+MIXING = [capped, by_count, by_load, left_sorted, over_own_order]
+APART = [*mixtures.DROPLESS, capped_behind, above_the_mean, shifted, behind_a_mean]
+
+
+@functools.cache
+def loss_of(dispatch):
+    return functools.partial(mixtures.balanced, dispatch=dispatch)
+
+
+def assert_as_by_hand(dispatch, plan):
+    task = px.Task(init=mixtures.start, loss=loss_of(dispatch), coupled=True)
+    program = px.compile(task, optax.sgd(mixtures.RATE), plan, mixtures.batch_of())
+    state, metrics = program.step(program.init(seed=0), mixtures.batch_of())
+    found = jax.device_get((metrics["loss"], program.to_canonical(state).params))
+    expected = mixtures.coupled_by_hand(loss_of(dispatch), plan.most_microbatches)
+    assert models.max_rel_error(found, jax.device_get(expected)) < 1e-10
+
+
+PLANS = {
+    "data": px.Plan(data=4),
+    "experts": px.Plan(data=4, shardings=OWN),
+    "zero": px.Plan(data=2, zero=3, remat="full", shardings=OWN),
+    "tensor": px.Plan(data=2, tensor=2, shardings=mixtures.SPLIT),
+    "microbatches": px.Plan(data=2, microbatches=2, zero=1, shardings=OWN),
+}
+
+
+@pytest.mark.parametrize(("plan", "dispatch"), in_turns(PLANS, APART, odd=True), ids=name_of)
+def test_rows_sorted_on_each_device_equal_one_device(dispatch, plan):
+    assert_as_by_hand(dispatch, PLANS[plan])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("dispatch", MIXING, ids=name_of)
+def test_what_mixes_rows_equals_one_device(dispatch):
+    assert_as_by_hand(dispatch, px.Plan(data=4))
+
+
+def sorts_own_rows(dispatch):
+    """Whether a loss under a plan sorts the rows of each device alone."""
+    plan, batch = px.Plan(data=4), mixtures.batch_of()
+    task = planned_task(px.Task(init=mixtures.start, loss=loss_of(dispatch), coupled=True), plan)
+    keys, mask = jax.random.split(jax.random.key(0), mixtures.B), jnp.ones(mixtures.B, bool)
+    closed = jax.make_jaxpr(task.loss)(mixtures.start(jax.random.key(0)), batch, keys, mask)
+    return holds(closed.jaxpr, ROWS_APART)
+
+
+@pytest.mark.parametrize("dispatch", APART + MIXING, ids=name_of)
+def test_rows_are_sorted_apart_where_none_reads_another(dispatch):
+    assert sorts_own_rows(dispatch) == (dispatch in APART)
