@@ -3,9 +3,10 @@
     python -m benchmarks.sent_experts                     # this machine: also processor seconds
     python -m benchmarks.sent_experts 8xH100 v5p:2x2x2    # compiled for machines that are not here
 
-The mixture of `benchmarks.experts` with sorted rows, and with buffers of the experts that products
-with one-hot arrays fill for each example (GShard), tokens split over eight devices and so are
-experts, a step of SGD in float32:
+The mixture of `benchmarks.experts` with sorted rows; the same with a loss that balances the load of
+all tokens, and so couples examples; and with buffers of the experts that products with one-hot
+arrays fill for each example (GShard). Tokens are split over eight devices and so are experts, a
+step of SGD in float32:
 
     plurax                plain code and a rule of the plan (`data=8`)
     by hand               `jax.shard_map` and all-to-all, of sorted rows with room for twice the
@@ -81,6 +82,16 @@ def sorted_by_hand(p: Any, x: Any) -> Any:
     return mixture_by_hand(p, x.reshape(-1, WIDTH)).reshape(x.shape)
 
 
+def _balance(p: Any, x: Any, share: Callable[[Any], Any]) -> Any:
+    """The sum over experts of the share of tokens that chose each, and the mean of its scores.
+
+    `share(sums)` returns sums over all tokens divided by their number. It has no derivative.
+    """
+    scores = jax.nn.softmax(x.reshape(-1, WIDTH) @ p["router"])
+    picked = jax.nn.one_hot(jax.lax.top_k(scores, CHOICES)[1], EXPERTS).sum((0, 1))
+    return 0.01 * EXPERTS * (share(picked) * scores.sum(0)).sum()
+
+
 def _there(slots: Any) -> Any:
     """Buffers `(E, b, C, D)` to their experts: `(E / n, n b, C, D)`."""
     return lax.all_to_all(slots, "data", 0, 1, tiled=True)
@@ -90,11 +101,14 @@ def _home(slots: Any) -> Any:
     return lax.all_to_all(slots, "data", 1, 0, tiled=True)
 
 
-def _step_by_hand(mesh: Mesh, tokens: int, mixture: Callable[..., Any]) -> Any:
+def _step_by_hand(mesh: Mesh, tokens: int, way: "Way") -> Any:
     def local(params: Any, x: Any) -> Any:
         def loss(p: Any) -> Any:
             hidden = jnp.tanh(x @ p["in"])
-            return ((hidden + mixture(p, hidden)) ** 2).sum() / (tokens * WIDTH)
+            total = ((hidden + way.by_hand(p, hidden)) ** 2).sum() / (tokens * WIDTH)
+            if not way.balanced:
+                return total
+            return total + _balance(p, hidden, lambda sums: lax.psum(sums, "data") / tokens**2)
 
         grads = jax.grad(loss)(params)
         shared = {name: g for name, g in grads.items() if name not in WEIGHTS}
@@ -123,11 +137,12 @@ PLANS = {
 
 
 class Way(NamedTuple):
-    """A way of dispatch: plain code, by hand, and for XLA's partitioner."""
+    """A way of dispatch: plain code, by hand, and for XLA's partitioner; with a balanced load?"""
 
     plain: Callable[[Any, Any], Any]
     by_hand: Callable[[Any, Any], Any]
     by_xla: Callable[[Mesh], Callable[[Any, Any], Any]]
+    balanced: bool = False
 
 
 def _sorted(p: Any, x: Any) -> Any:
@@ -144,6 +159,7 @@ def _grouped_by_xla(mesh: Mesh) -> Callable[[Any, Any], Any]:
 
 WAYS = {
     "sorted rows": Way(_sorted, sorted_by_hand, lambda _: _sorted),
+    "balanced": Way(_sorted, sorted_by_hand, lambda _: _sorted, balanced=True),
     "buffers": Way(
         experts.grouped,
         lambda p, x: experts.grouped(p, x, _there, _home),
@@ -152,17 +168,30 @@ WAYS = {
 }
 
 
-def _task(dispatch: Callable[..., Any]) -> px.Task:
+def _task(way: Way) -> px.Task:
     def loss(params: Any, batch: Any, keys: Any) -> Any:
-        return (experts.layer(params, batch["x"], dispatch) ** 2).mean((1, 2))
+        return (experts.layer(params, batch["x"], way.plain) ** 2).mean((1, 2))
 
+    def balanced(params: Any, batch: Any, keys: Any, mask: Any) -> Any:
+        hidden, tokens = jnp.tanh(batch["x"] @ params["in"]), batch["x"][:, :, 0].size
+        balance = _balance(params, hidden, lambda sums: sums / tokens**2)
+        return loss(params, batch, keys) + balance
+
+    if way.balanced:
+        return px.Task(init=experts.init, loss=balanced, coupled=True)
     return px.Task(init=experts.init, loss=loss)
 
 
-def _step_by_xla(dispatch: Callable[..., Any]) -> Any:
+def _step_by_xla(way: Way, mesh: Mesh) -> Any:
+    dispatch = way.by_xla(mesh)
+
     def step(params: Any, x: Any) -> Any:
         def loss(p: Any) -> Any:
-            return (experts.layer(p, x, dispatch) ** 2).mean()
+            total = (experts.layer(p, x, dispatch) ** 2).mean()
+            hidden, tokens = jnp.tanh(x @ p["in"]), x[:, :, 0].size
+            if not way.balanced:
+                return total
+            return total + _balance(p, hidden, lambda sums: sums / tokens**2)
 
         return jax.tree.map(lambda p, g: p - RATE * g, params, jax.grad(loss)(params))
 
@@ -177,7 +206,7 @@ def _compiled(way: Way, name: str, devices: Sequence[Any], tokens: int) -> Compi
     shape = (8, tokens // 8, WIDTH)
     if name in PLANS:
         batch = {"x": jax.ShapeDtypeStruct(shape, jnp.float32)}
-        task, optimizer = _task(way.plain), optax.sgd(RATE)
+        task, optimizer = _task(way), optax.sgd(RATE)
         return StepOfPlurax(px.compile(task, optimizer, PLANS[name], batch, devices=devices))
     mesh = Mesh(np.asarray(devices), ("data",))
     split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
@@ -189,8 +218,8 @@ def _compiled(way: Way, name: str, devices: Sequence[Any], tokens: int) -> Compi
     }
     x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=split)
     if name == "by hand":
-        return StepOfJax(_step_by_hand(mesh, tokens, way.by_hand), params, x, mesh)
-    return StepOfJax(_step_by_xla(way.by_xla(mesh)), params, x, mesh)
+        return StepOfJax(_step_by_hand(mesh, tokens, way), params, x, mesh)
+    return StepOfJax(_step_by_xla(way, mesh), params, x, mesh)
 
 
 def _text(name: str, step: CompiledStep) -> str:

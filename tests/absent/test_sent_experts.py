@@ -35,6 +35,23 @@ def test_only_rows_are_sent(target, precision):
 
 
 @pytest.mark.parametrize("target", ["4xH100", "v5p:2x2x1"])
+def test_rows_are_sent_where_a_loss_balances_all_tokens(target):
+    """Beside numbers by expert and the gradients of what is whole nothing else is sent."""
+
+    def loss(params, batch, keys, mask):
+        return mixtures.balanced(params, batch, keys, mask)
+
+    batch = {name: x.astype("float32") for name, x in mixtures.batch_of().items()}
+    task, plan = px.Task(init=_init, loss=loss, coupled=True), px.Plan(data=4, shardings=SPLIT)
+    program = px.compile(task, optax.sgd(0.1), plan, batch, devices=px.topology(target))
+    room, rows = (n * mixtures.D * 4 for n in (2 * ROWS, ROWS))
+    assert sizes(program.planned_collectives(), True) == sorted([room, rows, room, rows])
+    assert len(sizes(program.collectives(), True)) == 4
+    others = [one for one in program.collectives() if one.kind == "all-gather"]
+    assert all(one.bytes <= 4 * mixtures.E * 4 for one in others)
+
+
+@pytest.mark.parametrize("target", ["4xH100", "v5p:2x2x1"])
 def test_only_buffers_are_sent(target):
     """There and back, and their cotangents; no weights are gathered.
 
