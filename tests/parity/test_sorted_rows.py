@@ -111,6 +111,7 @@ def assert_as_by_hand(dispatch, plan):
     found = jax.device_get((metrics["loss"], program.to_canonical(state).params))
     expected = mixtures.coupled_by_hand(loss_of(dispatch), plan.most_microbatches)
     assert models.max_rel_error(found, jax.device_get(expected)) < 1e-10
+    return program
 
 
 PLANS = {
@@ -125,6 +126,19 @@ PLANS = {
 @pytest.mark.parametrize(("plan", "dispatch"), in_turns(PLANS, APART, odd=True), ids=name_of)
 def test_rows_sorted_on_each_device_equal_one_device(dispatch, plan):
     assert_as_by_hand(dispatch, PLANS[plan])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "fields", [{"data": 4}, {"data": 2, "microbatches": 2, "zero": 1}], ids=str
+)
+@pytest.mark.parametrize("dispatch", mixtures.BUFFERS, ids=name_of)
+def test_buffers_with_room_for_each_example_are_sent(dispatch, fields):
+    """There and back, in each pass; no weights are gathered."""
+    program = assert_as_by_hand(dispatch, px.Plan(shardings=OWN, **fields))
+    kinds = [one.kind for one in program.collectives() if one.bytes > 1000]
+    assert kinds.count("all-to-all") == 4
+    assert fields.get("zero") or "all-gather" not in kinds
 
 
 @pytest.mark.ci

@@ -80,23 +80,16 @@ def batch_of(rows, tokens, width=4):
     return {"x": jax.ShapeDtypeStruct((rows, tokens, width), jnp.float32)}
 
 
+@pytest.mark.parametrize("coupled", [False, True], ids=["apart", "coupled"])
 @pytest.mark.parametrize("function", SHAPES, ids=lambda function: function.__name__)
-def test_weights_of_groups_are_found(function):
+def test_weights_of_groups_are_found(function, coupled):
     shapes = {**SHAPES[function], "table": (4, 8)}
-    rules = expert_rules(task_of(function, shapes), batch_of(2, 3), 4)
+    rules = expert_rules(task_of(function, shapes, coupled=coupled), batch_of(2, 3), 4)
     expected = {
         name: tuple("data" if dim == DIMS[function] else None for dim in range(len(shape)))
         for name, shape in SHAPES[function].items()
     }
     assert rules == expected
-
-
-def test_of_a_coupled_loss_only_sorted_rows_are_sent():
-    """Its buffers are those of all tokens, whatever device they are on."""
-    sorted_rows = task_of(plain, {**SHAPES[plain], "table": (4, 8)}, coupled=True)
-    buffers = task_of(in_buffers, {**SHAPES[in_buffers], "table": (4, 8)}, coupled=True)
-    assert set(expert_rules(sorted_rows, batch_of(2, 3), 4)) == {"up", "down"}
-    assert expert_rules(buffers, batch_of(2, 3), 4) == {}
 
 
 def test_what_devices_do_not_divide_is_left_out():

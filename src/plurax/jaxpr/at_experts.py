@@ -277,6 +277,11 @@ def _floating(arrays: Sequence[Any]) -> list[Any]:
 # --- The function ---------------------------------------------------------------------------------
 
 
+def has_experts(jaxpr: Any) -> bool:
+    """Whether there may be products with the weights of experts."""
+    return holds(jaxpr, "ragged_dot_general") or holds(jaxpr, "dot_general")
+
+
 def at_experts(
     fun: Callable[..., PyTree], devices: int, groups: Callable[[PyTree], Sequence[int | None]]
 ) -> Callable[..., PyTree]:
@@ -299,9 +304,6 @@ def at_experts(
         out = sent(rows, weights, whole, sizes)
         dims = [region.dims[var] for var in region.results]
         return [jnp.moveaxis(y, 0, dim) for y, dim in zip(out, dims, strict=True)]
-
-    def has_experts(jaxpr: Any) -> bool:
-        return holds(jaxpr, "ragged_dot_general") or holds(jaxpr, "dot_general")
 
     regions = Regions(find, apply, has_experts)
 

@@ -22,6 +22,10 @@ also where the two halves differ much, and where all rows are alike, so that one
 all. A product of rows with the weights of their experts works row by row (`jaxpr/expert_rows.py`):
 another function of a row and its group, without weights, stands for it, so that the run is as cheap
 for a large model.
+
+Buffers of experts, (8, 16, 32, 64) for 16 examples, are not sorted, and their products leave
+examples apart by their dims: what lies between them is such a part where devices have experts of
+their own.
 """
 
 import dataclasses
@@ -35,10 +39,10 @@ import numpy as np
 from jax.extend.core import Literal
 from jaxtyping import Array, PyTree
 
-from plurax.jaxpr.at_experts import at_experts
+from plurax.jaxpr.at_experts import at_experts, has_experts
 from plurax.jaxpr.bodies import Body, Regions
 from plurax.jaxpr.compat import REMAT, Scan, called_jaxpr, is_plain_call
-from plurax.jaxpr.equal_dims import shape_of
+from plurax.jaxpr.equal_dims import equal_dims, shape_of
 from plurax.jaxpr.expert_rows import ExpertRows, expert_rows
 from plurax.jaxpr.interpret import (
     bind,
@@ -49,6 +53,7 @@ from plurax.jaxpr.interpret import (
     holds,
     variables,
 )
+from plurax.jaxpr.row_by_row import row_of_call
 from plurax.jaxpr.rows_apart import rows_apart
 
 Address = tuple[str | int, int]
@@ -165,7 +170,7 @@ def _stand_in(var: Any, region: ExpertRows, rows: Sequence[Array], sizes: Array)
 
 
 @dataclasses.dataclass(frozen=True)
-class SortedRows:
+class ApartRows:
     """A part of a body that leaves rows apart.
 
     **Fields:** `eqn`, its last equation; `results`, its one result, with its rows at `dim`; `rows`,
@@ -223,9 +228,39 @@ class _SortWalk:
         of_rows = dependent(trace.eqns, [trace.inputs[n] for n in given])
         return expert_rows(trace.eqns, trace.results, of_rows, {}, 1)
 
-    def parts(self) -> list[SortedRows]:
+    def parts(self) -> list[ApartRows]:
         """Return the parts in order."""
-        parts: list[SortedRows] = []
+        parts = [*self._sorted(), *self._of_buffers()]
+        return sorted(parts, key=lambda part: part.address)
+
+    def _of_buffers(self) -> list[ApartRows]:
+        """Return what lies between products with buffers of experts that are split over devices."""
+        body, parts = self._body, list[ApartRows | None]()
+        for region in expert_rows(body.eqns, body.results, body.of_rows, body.dims, self._devices):
+            if region.sizes is None and all(map(self._keeps_rows, region.eqns)):
+                inside = {var for eqn in region.eqns for var in eqn.outvars}
+                parts += [self._part(self._all.made_by(var), inside) for var in region.results]
+        return [part for part in parts if part is not None]
+
+    def _keeps_rows(self, eqn: Any) -> bool:
+        """Whether the rows of an equation's result are those of its operands, by their dims."""
+        if len(eqn.outvars) > 1:
+            return False
+        dim = self._rows(self._all.address[eqn.outvars[0]])
+        if dim is None:
+            return False
+        same = {place for place, to in equal_dims(eqn) if to == (len(eqn.invars), dim)}
+        for place, atom in enumerate(eqn.invars):
+            if isinstance(atom, Literal) or not self._scaled(self._all.address[atom]):
+                continue
+            own = self._rows(self._all.address[atom])
+            if own is None or ((place, own) not in same and row_of_call(eqn, place, own) != dim):
+                return False
+        return True
+
+    def _sorted(self) -> list[ApartRows]:
+        """Return what sorts rows and puts them back."""
+        parts: list[ApartRows] = []
         mixed: set[Any] = set()
         behind = {var for region in self._experts for var in region.results}
         for eqn in self._body.eqns if behind else ():
@@ -265,7 +300,7 @@ class _SortWalk:
         alike = all(shape == shapes[0] for shape in shapes)
         return dims[0] if alike and every == own * self._devices and four == 2 * two else None
 
-    def _part(self, eqn: Any, mixed: set[Any]) -> SortedRows | None:
+    def _part(self, eqn: Any, mixed: set[Any]) -> ApartRows | None:
         """Return what an equation depends on, back to what is not `mixed`; None if it cannot be."""
         result, address = eqn.outvars[0], self._all.address[eqn.outvars[0]]
         rows: dict[Any, int | None] = {}
@@ -299,7 +334,7 @@ class _SortWalk:
         if dim is None or size > MOST_BYTES or not by_rows or len(by_rows) < len(rows):
             return None
         operands = [self._all.address[var] for var in (*whole, *rows)]
-        return SortedRows(eqn, [result], dim, by_rows, [*whole], self._own, address, operands)
+        return ApartRows(eqn, [result], dim, by_rows, [*whole], self._own, address, operands)
 
     def _may_be_read(self, var: Any) -> bool:
         """Whether a part may read a value that mixes no rows, and need not compute it.
@@ -319,7 +354,7 @@ class _SortWalk:
 
     # --- Running it -----------------------------------------------------------------------------
 
-    def _leaves_apart(self, part: SortedRows) -> bool:
+    def _leaves_apart(self, part: ApartRows) -> bool:
         if part.address not in self._known:
             try:
                 with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -328,7 +363,7 @@ class _SortWalk:
                 self._known[part.address] = False
         return self._known[part.address]
 
-    def _run(self, part: SortedRows) -> bool:
+    def _run(self, part: ApartRows) -> bool:
         """Whether a part for four examples is that for two of them, and that for the others."""
         dims = part.dims()
 
@@ -421,7 +456,7 @@ class _SizedBodies:
             elif eqns[0].primitive.name in REMAT:
                 self._add([*map(called_jaxpr, eqns)])
 
-    def parts(self, body: Body, known: dict[int, dict[Address, bool]]) -> list[SortedRows]:
+    def parts(self, body: Body, known: dict[int, dict[Address, bool]]) -> list[ApartRows]:
         """Return the parts of a body; `known`, which of them leave rows apart, by its number."""
         if id(body.jaxpr) not in self._traces:
             return []
@@ -448,7 +483,7 @@ def with_rows_apart(
     the same function, for any number of devices, to which more is added.
     """
 
-    def apply(part: SortedRows, body: Body, values: Mapping[Any, Any]) -> list[Array]:
+    def apply(part: ApartRows, body: Body, values: Mapping[Any, Any]) -> list[Array]:
         compute, number = part.compute, len(part.whole)
         if groups is not None:
             split = [body.dims.get(var) for var in part.whole]
@@ -461,7 +496,7 @@ def with_rows_apart(
     def run(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
         count = jax.tree.leaves(args[states])[0].shape[0]
-        if count % devices or not holds(closed.jaxpr, "ragged_dot_general"):
+        if count % devices or not (groups or holds(closed.jaxpr, "ragged_dot_general")):
             return fun(*args)
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
         try:
@@ -469,10 +504,7 @@ def with_rows_apart(
         except Exception:  # a model that needs all its examples
             return fun(*args)
         of_shapes = known.setdefault(_shapes(args[:states], _examples(args[states:], 1)), {})
-        regions = Regions(
-            lambda body: bodies.parts(body, of_shapes), apply,
-            lambda jaxpr: holds(jaxpr, "ragged_dot_general"),
-        )  # fmt: skip
+        regions = Regions(lambda body: bodies.parts(body, of_shapes), apply, has_experts)
         of_examples = set(closed.jaxpr.invars[len(jax.tree.leaves(args[:states])) :])
         split = () if groups is None else groups(args[0])
         out = regions.evaluate(closed.jaxpr, closed.consts, leaves, of_examples, split)

@@ -53,8 +53,8 @@ def fields_of_rows_sent(wanted: Wanted, machine: Machine) -> Iterator[dict[str, 
 def expert_rules(task: Task, batch: PyTree, devices: int) -> dict[str, Entries]:
     """Return rules that split the weights of experts over `data`, by parameter.
 
-    Of weights whose experts so many devices do not divide there is none, nor of buffers where the
-    loss couples examples: these are buffers of all tokens. `batch`: as `jax.ShapeDtypeStruct`s.
+    Of weights whose experts so many devices do not divide there is none. `batch`: as
+    `jax.ShapeDtypeStruct`s.
     """
     params, model_state = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
     rows = abstract_rows(batch)
@@ -62,7 +62,7 @@ def expert_rules(task: Task, batch: PyTree, devices: int) -> dict[str, Entries]:
     masks = (rows.mask,) if task.coupled else ()
     closed = jax.make_jaxpr(task.loss)(*states, rows.batch, rows.keys, *masks)
     parameters = tree.named_leaves(params)
-    walk = _GroupWalk(buffers=not task.coupled)
+    walk = _GroupWalk()
     origins = [(path, tuple(range(leaf.ndim))) for path, leaf in parameters.items()]
     rest = [None] * (len(closed.jaxpr.invars) - len(origins))
     walk.follow(closed.jaxpr, len(closed.consts), [*origins, *rest])
@@ -80,11 +80,11 @@ class _GroupWalk:
     None for others. **Attributes:** `dims`, of a parameter that is weights the dim of its groups.
     """
 
-    def __init__(self, *, buffers: bool) -> None:
+    def __init__(self) -> None:
         self.dims: dict[str, int] = {}
         self._handlers = {
             "convert_element_type": lambda _, inputs: inputs,
-            "dot_general": self._of_buffers if buffers else self._others,
+            "dot_general": self._of_buffers,
             "ragged_dot_general": self._product,
             "scan": self._scan,
             "transpose": self._transposed,
