@@ -11,6 +11,9 @@ from tests.parity.test_experts import D, H, K
 from tests.tiers import in_turns
 
 import plurax as px
+from plurax.execute.backends.choose import planned_task
+from plurax.jaxpr.at_experts import AT_EXPERTS
+from plurax.jaxpr.interpret import holds
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -286,14 +289,22 @@ def predict(params, batch):
 
 
 @pytest.mark.ci
-def test_predictions_and_evaluation_equal_one_device():
-    loss = mixtures.loss_of(mixtures.sorted_rows)
+@pytest.mark.parametrize("coupled", [False, True], ids=["apart", "coupled"])
+def test_predictions_and_evaluation_equal_one_device(coupled):
+    """They send rows as well, also where the loss couples examples."""
+    loss = mixtures.balanced if coupled else mixtures.loss_of(mixtures.sorted_rows)
     evaluate = lambda p, b: (predict(p, b) ** 2).mean((1, 2))  # noqa: E731
-    task = px.Task(init=mixtures.start, loss=loss, predict=predict, evaluate=evaluate)
-    batch = mixtures.batch_of(13)
+    task = px.Task(
+        init=mixtures.start, loss=loss, predict=predict, evaluate=evaluate, coupled=coupled
+    )
+    batch, plan = mixtures.batch_of(13), px.Plan(data=4, shardings=SPLIT)
+    closed = jax.make_jaxpr(planned_task(task, plan).predict)(
+        mixtures.start(jax.random.key(0)), batch
+    )
+    assert holds(closed.jaxpr, AT_EXPERTS)
     results = []
-    for plan in (px.Plan(), px.Plan(data=4, shardings=SPLIT)):
-        program = px.compile(task, optax.sgd(0.1), plan, mixtures.batch_of())
+    for each in (px.Plan(), plan):
+        program = px.compile(task, optax.sgd(0.1), each, mixtures.batch_of())
         state = program.init(seed=0)
         results.append((program.predict(state, batch), program.evaluate(state, batch)["loss"]))
     assert models.max_rel_error(*results) < 1e-10

@@ -43,19 +43,20 @@ def planned_task(task: Task, plan: Plan, *, member: bool = False) -> Task:
     if (plan.tensor > 1 or member) and split is None:
         task = transformed_task(task, lambda fun, _: with_kernels(fun))
     rules = Rules(plan.rules, {"data": plan.data})
+    loss = task.loss
+    if plan.splits_experts:
+        task = transformed_task(
+            task,
+            lambda fun, part: at_experts(fun, plan.data, functools.partial(_groups, rules, part)),
+        )
     if task.coupled and plan.data > 1:
         states = 2 if task.stateful else 1
         groups = functools.partial(_groups, rules, "") if plan.splits_experts else None
         # What of a loss leaves rows apart is run once, for all plans that trace it alike.
         traced = plan.stream, plan.context, plan.context_strategy, plan.tensor > 1, member
         known: dict[Any, Any] = cached_program(written, ("sorted rows", *traced), dict)
-        loss = with_rows_apart(task.loss, states, plan.data, groups, known)
-        return dataclasses.replace(task, loss=loss)
-    if plan.splits_experts and not task.coupled:
-        task = transformed_task(
-            task,
-            lambda fun, part: at_experts(fun, plan.data, functools.partial(_groups, rules, part)),
-        )
+        loss = with_rows_apart(loss, states, plan.data, groups, known)
+        task = dataclasses.replace(task, loss=loss)
     return task
 
 
