@@ -33,14 +33,58 @@ def capped_behind(p, x):
     return jnp.where(kept.reshape(weights.shape).any(1, keepdims=True), y, jnp.zeros((), y.dtype))
 
 
-def capped(p, x):
+def capped(p, x, capacity=lambda rows: rows // 3):
     """Rows behind a capacity of their expert get nothing, by their place among the sorted ones."""
     rows, sizes, order, weights = mixtures.ordered(p, x)
     starts = jnp.cumsum(sizes) - sizes
     group = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes)[None]).sum(1)
     place = jnp.arange(len(rows)) - starts[group]
     y = jax.lax.ragged_dot(rows, p["gate"], sizes) @ p["down"][0]
-    y = jnp.where((place < len(rows) // 3)[:, None], y, jnp.zeros((), y.dtype))
+    y = jnp.where((place < capacity(len(rows)))[:, None], y, jnp.zeros((), y.dtype))
+    return mixtures.back(y, order, weights)
+
+
+def capped_at_least(p, x):
+    """The capacity of few tokens is all of them."""
+    return capped(p, x, lambda rows: max(40, rows // 2))
+
+
+def capped_from_some_on(p, x):
+    """The capacity of few tokens is none."""
+    return capped(p, x, lambda rows: rows // 64)
+
+
+def capped_at(p, x):
+    """The capacity depends on no number of tokens."""
+    return capped(p, x, lambda _: 50)
+
+
+def capped_far_off(p, x):
+    """The same, larger than what is run: nobody knows."""
+    return capped(p, x, lambda _: 5000)
+
+
+def by_count_between(p, x):
+    """What is between two products is divided by the number of all tokens."""
+    rows, sizes, order, weights = mixtures.ordered(p, x)
+    hidden = jnp.tanh(jax.lax.ragged_dot(rows, p["gate"], sizes) / len(x) * 40)
+    return mixtures.back(jax.lax.ragged_dot(hidden, p["down"], sizes), order, weights)
+
+
+def hardly_by_load(p, x):
+    """Rows are multiplied by a number close to one, which depends on how many their expert has."""
+    rows, sizes, order, weights = mixtures.ordered(p, x)
+    group = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes)[None]).sum(1)
+    near = 1 + 1e-8 * sizes[group].astype(x.dtype) / len(x)
+    y = jax.lax.ragged_dot(rows * near[:, None], p["gate"], sizes) @ p["down"][0]
+    return mixtures.back(y, order, weights)
+
+
+def by_turns(p, x):
+    """Rows of every second example are computed twice as strongly."""
+    rows, sizes, order, weights = mixtures.ordered(p, x)
+    strength = (1 + jnp.arange(len(x)) // mixtures.T % 2).astype(x.dtype)
+    y = jax.lax.ragged_dot(rows * strength[order // K][:, None], p["gate"], sizes) @ p["down"][0]
     return mixtures.back(y, order, weights)
 
 
@@ -70,6 +114,14 @@ def by_load(p, x):
     return mixtures.back(y, order, weights)
 
 
+def biased(p, x):
+    """Which expert a row has is read from the numbers of their rows."""
+    rows, sizes, order, weights = mixtures.ordered(p, x)
+    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(rows)), side="right")
+    hidden = jax.lax.ragged_dot(rows, p["gate"], sizes) + 2 * p["bias"][group]
+    return mixtures.back(jax.lax.ragged_dot(hidden, p["down"], sizes), order, weights)
+
+
 def left_sorted(p, x):
     """Rows stay where the sort put them."""
     rows, sizes, _, _ = mixtures.ordered(p, x)
@@ -95,8 +147,10 @@ def behind_a_mean(p, x):
     return mixtures.sorted_rows(p, x - x.mean(0, keepdims=True))
 
 
-MIXING = [capped, by_count, by_load, left_sorted, over_own_order]
-APART = [*mixtures.DROPLESS, capped_behind, above_the_mean, shifted, behind_a_mean]
+CAPACITIES = [capped, capped_at_least, capped_from_some_on, capped_at, capped_far_off]
+LOADS = [by_count, by_count_between, by_load, hardly_by_load]
+MIXING = [*CAPACITIES, *LOADS, left_sorted, over_own_order]
+APART = [*mixtures.DROPLESS, biased, capped_behind, above_the_mean, shifted, behind_a_mean]
 
 
 @functools.cache
@@ -147,9 +201,14 @@ def test_what_mixes_rows_equals_one_device(dispatch):
     assert_as_by_hand(dispatch, px.Plan(data=4))
 
 
-def sorts_own_rows(dispatch):
+@pytest.mark.ci
+def test_what_alternates_equals_one_device():
+    assert_as_by_hand(by_turns, px.Plan(data=8))
+
+
+def sorts_own_rows(dispatch, devices=4):
     """Whether a loss under a plan sorts the rows of each device alone."""
-    plan, batch = px.Plan(data=4), mixtures.batch_of()
+    plan, batch = px.Plan(data=devices), mixtures.batch_of()
     task = planned_task(px.Task(init=mixtures.start, loss=loss_of(dispatch), coupled=True), plan)
     keys, mask = jax.random.split(jax.random.key(0), mixtures.B), jnp.ones(mixtures.B, bool)
     closed = jax.make_jaxpr(task.loss)(mixtures.start(jax.random.key(0)), batch, keys, mask)
@@ -159,3 +218,9 @@ def sorts_own_rows(dispatch):
 @pytest.mark.parametrize("dispatch", APART + MIXING, ids=name_of)
 def test_rows_are_sorted_apart_where_none_reads_another(dispatch):
     assert sorts_own_rows(dispatch) == (dispatch in APART)
+
+
+def test_every_second_example_is_known_to_devices_with_two():
+    """And to none with one."""
+    assert sorts_own_rows(by_turns, 4)
+    assert not sorts_own_rows(by_turns, 8)

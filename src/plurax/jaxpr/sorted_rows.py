@@ -16,12 +16,16 @@ order, or nothing is done. What differs in shape has rows:
     a = ragged_dot(rows, w, sizes)    (16, 64)      (4, 64)     w is read whole
     y = zeros.at[order].set(a)        (16, 64)      (4, 64)     rows in their places: the result
 
-Whether rows are in their places again is not read but run: on random rows, the part for four
-examples has to be that for the first two of them and that for the others, one behind the other,
+Whether rows are in their places again is not read but run: on random rows, the part for a few
+examples has to be that for the first half of them and that for the others, one behind the other,
 also where the two halves differ much, and where all rows are alike, so that one expert gets them
 all. A product of rows with the weights of their experts works row by row (`jaxpr/expert_rows.py`):
 another function of a row and its group, without weights, stands for it, so that the run is as cheap
 for a large model.
+
+What holds of a few examples has to hold of more. So all sizes and numbers of the part have to be
+what the few make expect, `a * examples + b`: a capacity of at least eight rows is not. And none may
+be compared with a number of rows that only more examples have.
 
 Buffers of experts, (8, 16, 32, 64) for 16 examples, are not sorted, and their products leave
 examples apart by their dims: what lies between them is such a part where devices have experts of
@@ -44,6 +48,7 @@ from plurax.jaxpr.bodies import Body, Regions
 from plurax.jaxpr.compat import REMAT, Scan, called_jaxpr, is_plain_call
 from plurax.jaxpr.equal_dims import equal_dims, shape_of
 from plurax.jaxpr.expert_rows import ExpertRows, expert_rows
+from plurax.jaxpr.few_examples import few_examples, numbers_follow
 from plurax.jaxpr.interpret import (
     bind,
     constant,
@@ -60,16 +65,18 @@ Address = tuple[str | int, int]
 """Where a variable of a body is, for any number of examples: an input or a constant, or an equation
 by its number, and the place there."""
 
-Known = dict[Hashable, dict[int, dict[Address, bool]]]
-"""Whether parts leave rows apart: by the shapes of a function's arguments, the number of a body and
-the address of a part's result there."""
+Path = tuple[int, ...]
+"""Which body of a function: the number of its equation in each body around it."""
 
-FEW = 4, 2
-"""The numbers of examples with which a part is run."""
+Known = dict[Hashable, dict[Path, dict[Address, bool]]]
+"""Whether parts leave rows apart: by the shapes of a function's arguments, its body and the address
+of a part's result there."""
+
 MOST_BYTES = 2**32
 """The most bytes that a part computes for a few examples, if it is to be run."""
-CLOSE = 1e-3
-"""The largest difference between equal rows, relative to the largest entry."""
+CLOSE = 64, 1e-3
+"""The largest difference between equal rows, relative to the largest entry: so many roundings, and
+at most so much."""
 FAST = {"xla_backend_optimization_level": 0}
 """How XLA compiles what runs a few times."""
 
@@ -157,11 +164,12 @@ def _stand_in(var: Any, region: ExpertRows, rows: Sequence[Array], sizes: Array)
     count = shape.pop(dim)
     ends = jnp.cumsum(sizes.astype(jnp.int32))
     group = (jnp.arange(count, dtype=jnp.int32)[:, None] >= ends[None]).sum(1, dtype=jnp.int32)
-    total = 0.7 * group.astype(jnp.float32) + region.results.index(var)
+    dtype = jnp.float64 if var.aval.dtype.itemsize > 4 else jnp.float32
+    total = 0.7 * group.astype(dtype) + region.results.index(var)
     for x in rows:
-        flat = x.reshape(count, -1).astype(jnp.float32)
-        total = total + flat @ jnp.cos(jnp.arange(flat.shape[1], dtype=jnp.float32))
-    features = jnp.arange(math.prod(shape), dtype=jnp.float32)
+        flat = x.reshape(count, -1).astype(dtype)
+        total = total + flat @ jnp.cos(jnp.arange(flat.shape[1], dtype=dtype))
+    features = jnp.arange(math.prod(shape), dtype=dtype)
     y = (jnp.sin(total)[:, None] * jnp.cos(features)[None]).reshape(count, *shape)
     return jnp.moveaxis(y, 0, dim).astype(var.aval.dtype)
 
@@ -209,14 +217,19 @@ class ApartRows:
 class _SortWalk:
     """Finds the parts of one body, given its equations for the examples of one device and for few.
 
-    **Arguments:** `devices`, which share the examples; `known`, whether parts that were run before
-    leave rows apart, by the address of their result.
+    **Arguments:** `counts`, the numbers of examples of all devices, of one device and of both runs;
+    `known`, whether parts that were run before leave rows apart, by the address of their result.
     """
 
     def __init__(
-        self, body: Body, traces: Sequence[_Trace], devices: int, known: dict[Address, bool]
+        self,
+        body: Body,
+        traces: Sequence[_Trace],
+        counts: Sequence[int],
+        known: dict[Address, bool],
     ) -> None:
-        self._body, self._devices, self._known = body, devices, known
+        self._body, self._counts, self._known = body, counts, known
+        self._devices = counts[0] // counts[1]
         self._all = _Trace(body.eqns, body.inputs, body.constants, body.results)
         self._own, self._four, self._two = traces
         self._of_inputs = dependent(body.eqns, body.inputs)
@@ -239,6 +252,7 @@ class _SortWalk:
         for region in expert_rows(body.eqns, body.results, body.of_rows, body.dims, self._devices):
             if region.sizes is None and all(map(self._keeps_rows, region.eqns)):
                 inside = {var for eqn in region.eqns for var in eqn.outvars}
+                self._replaced |= region.ids()
                 parts += [self._part(self._all.made_by(var), inside) for var in region.results]
         return [part for part in parts if part is not None]
 
@@ -278,11 +292,14 @@ class _SortWalk:
         return parts
 
     def _mixes(self, eqn: Any) -> bool:
-        if eqn.primitive.name not in _MIXING:
-            return False
-        dim = eqn.params.get("dimension", eqn.params.get("axis"))
+        """Whether an equation mixes rows, or computes rows of how many there are of a kind."""
         of_rows = [var for var in variables(eqn.invars) if var in self._body.of_rows]
-        return any(dim in self._scaled(self._all.address[var]) for var in of_rows)
+        dims = [self._scaled(self._all.address[var]) for var in of_rows]
+        if eqn.primitive.name in _MIXING:
+            return any(eqn.params.get("dimension", eqn.params.get("axis")) in own for own in dims)
+        counts = [not own and jnp.issubdtype(var.aval.dtype, jnp.integer)
+                  for var, own in zip(of_rows, dims, strict=True)]  # fmt: skip
+        return any(counts) and bool(self._scaled(self._all.address[eqn.outvars[0]]))
 
     def _scaled(self, address: Address) -> list[int]:
         """Return the dims that depend on the number of examples."""
@@ -296,9 +313,10 @@ class _SortWalk:
         shapes = [list(shape_of(trace.at[address])) for trace in traces]
         if len(dims) != 1:
             return None
-        every, own, four, two = (shape.pop(dims[0]) for shape in shapes)
+        rows = [shape.pop(dims[0]) for shape in shapes]
         alike = all(shape == shapes[0] for shape in shapes)
-        return dims[0] if alike and every == own * self._devices and four == 2 * two else None
+        pairs = zip(rows, self._counts, strict=True)
+        return dims[0] if alike and len({n / count for n, count in pairs}) == 1 else None
 
     def _part(self, eqn: Any, mixed: set[Any]) -> ApartRows | None:
         """Return what an equation depends on, back to what is not `mixed`; None if it cannot be."""
@@ -321,7 +339,7 @@ class _SortWalk:
                     rows[var] = self._rows(here)
                 else:
                     whole[var] = None
-            elif made_by is None or made_by.effects:
+            elif made_by is None or made_by.effects or not self._follows(made_by):
                 return None
             else:
                 inside.update(made_by.outvars)
@@ -335,6 +353,16 @@ class _SortWalk:
             return None
         operands = [self._all.address[var] for var in (*whole, *rows)]
         return ApartRows(eqn, [result], dim, by_rows, [*whole], self._own, address, operands)
+
+    def _follows(self, eqn: Any) -> bool:
+        """Whether an equation for more examples is that for few with more rows."""
+        address = self._all.address[eqn.outvars[0]]
+        traces = self._all, self._own, self._four, self._two
+        alike = [trace.made_by(trace.at[address]) for trace in traces]
+        places = [(self._all.address[var], dim) for r in self._experts for var, dim in r.rows]
+        sizes = [shape_of(self._four.at[place])[dim] for place, dim in places]
+        run = id(eqn) not in self._replaced
+        return numbers_follow(alike, self._counts, run=run, most=min(sizes, default=None))
 
     def _may_be_read(self, var: Any) -> bool:
         """Whether a part may read a value that mixes no rows, and need not compute it.
@@ -381,8 +409,8 @@ class _SortWalk:
         jaxpr = jax.make_jaxpr(of(self._four))(few).jaxpr
         read = {var for eqn in jaxpr.eqns for var in variables(eqn.invars)}
         four, two = (jax.jit(of(trace), compiler_options=FAST) for trace in (self._four, self._two))
-        for draw in (_normal, _uneven, _alike):
-            rng = np.random.default_rng(0)
+        for seed, draw in enumerate((_normal, _uneven, *[_alike] * 4)):
+            rng = np.random.default_rng(seed)
             operands = [
                 draw(aval, dim, rng) if var in read else None  # the weights of experts are not
                 for aval, dim, var in zip(avals, dims, jaxpr.invars, strict=True)
@@ -392,10 +420,15 @@ class _SortWalk:
                  for x, dim in zip(operands, dims, strict=True)]
                 for half in (0, 1)
             ]  # fmt: skip
-            whole = np.asarray(four(operands)).astype(np.float64)
+            result = four(operands)
+            whole = np.asarray(result).astype(np.float64)
             both = np.concatenate([*map(two, halves)], part.dim).astype(np.float64)
             scale = np.abs(whole).max(initial=0.0) or 1.0
-            if not np.abs(whole - both).max(initial=0.0) <= CLOSE * scale:  # NaN is not close
+            close = 0.0
+            if jnp.issubdtype(result.dtype, jnp.inexact):
+                eps = float(jnp.finfo(result.dtype).eps)  # type: ignore[no-untyped-call]
+                close = min(CLOSE[0] * eps, CLOSE[1])
+            if not np.abs(whole - both).max(initial=0.0) <= close * scale:  # NaN is not close
                 return False
         return True
 
@@ -430,40 +463,38 @@ def _alike(aval: Any, dim: int | None, rng: np.random.Generator) -> np.ndarray:
 class _SizedBodies:
     """The bodies of a function, each for the examples of one device and for few."""
 
-    def __init__(self, fun: Callable[..., PyTree], states: int, devices: int, closed: Any,
+    def __init__(self, fun: Callable[..., PyTree], states: int, counts: Sequence[int], closed: Any,
                  args: Sequence[PyTree]) -> None:  # fmt: skip
-        self._devices = devices
-        # By the `id` of a jaxpr: its number, the jaxpr, which is kept, and its traces.
-        self._traces: dict[int, tuple[int, Any, list[_Trace]]] = {}
-        count = jax.tree.leaves(args[states])[0].shape[0]
+        self._counts = counts
+        # By the `id` of a jaxpr: where it is, the jaxpr, which is kept, and its traces.
+        self._traces: dict[int, tuple[Path, Any, list[_Trace]]] = {}
         fewer = [
-            jax.make_jaxpr(fun)(*args[:states], *_examples(args[states:], n))
-            for n in (count // devices, *FEW)
+            jax.make_jaxpr(fun)(*args[:states], *_examples(args[states:], n)) for n in counts[1:]
         ]
-        self._add([(each.jaxpr, each.consts) for each in (closed, *fewer)])
+        self._add([(each.jaxpr, each.consts) for each in (closed, *fewer)], ())
 
-    def _add(self, jaxprs: Sequence[tuple[Any, Sequence[Any]]]) -> None:
+    def _add(self, jaxprs: Sequence[tuple[Any, Sequence[Any]]], path: Path) -> None:
         """Add a body and those in it, but none whose equations differ."""
         first, *others = (_Trace.of_jaxpr(*each) for each in jaxprs)
         wiring = list(first.wiring())
         if any(list(trace.wiring()) != wiring for trace in others):
             return
-        self._traces[id(jaxprs[0][0])] = len(self._traces), jaxprs[0][0], others
-        for eqns in zip(*(trace.eqns for trace in (first, *others)), strict=True):
+        self._traces[id(jaxprs[0][0])] = path, jaxprs[0][0], others
+        for number, eqns in enumerate(zip(*(t.eqns for t in (first, *others)), strict=True)):
             if eqns[0].primitive.name == "scan":
                 scans = map(Scan.of, eqns)
-                self._add([(scan.body, scan.body_consts) for scan in scans])
+                self._add([(scan.body, scan.body_consts) for scan in scans], (*path, number))
             elif eqns[0].primitive.name in REMAT:
-                self._add([*map(called_jaxpr, eqns)])
+                self._add([*map(called_jaxpr, eqns)], (*path, number))
 
-    def parts(self, body: Body, known: dict[int, dict[Address, bool]]) -> list[ApartRows]:
-        """Return the parts of a body; `known`, which of them leave rows apart, by its number."""
+    def parts(self, body: Body, known: dict[Path, dict[Address, bool]]) -> list[ApartRows]:
+        """Return the parts of a body; `known`, which of them leave rows apart, by its place."""
         if id(body.jaxpr) not in self._traces:
             return []
-        number, _, traces = self._traces[id(body.jaxpr)]
-        of_body = known.setdefault(number, {})
+        path, _, traces = self._traces[id(body.jaxpr)]
+        of_body = known.setdefault(path, {})
         with jax.ensure_compile_time_eval():
-            return _SortWalk(body, traces, self._devices, of_body).parts()
+            return _SortWalk(body, traces, self._counts, of_body).parts()
 
 
 def with_rows_apart(
@@ -500,10 +531,12 @@ def with_rows_apart(
             return fun(*args)
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
         try:
-            bodies = _SizedBodies(fun, states, devices, closed, args)
+            few = few_examples(closed.jaxpr, count, count // devices)
+            bodies = _SizedBodies(fun, states, (count, count // devices, *few), closed, args)
         except Exception:  # a model that needs all its examples
             return fun(*args)
-        of_shapes = known.setdefault(_shapes(args[:states], _examples(args[states:], 1)), {})
+        shapes_of = _shapes(args[:states], _examples(args[states:], 1))
+        of_shapes = known.setdefault((shapes_of, few), {})
         regions = Regions(lambda body: bodies.parts(body, of_shapes), apply, has_experts)
         of_examples = set(closed.jaxpr.invars[len(jax.tree.leaves(args[:states])) :])
         split = () if groups is None else groups(args[0])
