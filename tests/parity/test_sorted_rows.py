@@ -201,6 +201,32 @@ def test_what_mixes_rows_equals_one_device(dispatch):
     assert_as_by_hand(dispatch, px.Plan(data=4))
 
 
+def grouped_by_count(p, x):
+    """What is between two products of buffers is divided by the number of all tokens."""
+    return grouped_with(p, x, lambda hidden: hidden / len(x) * 40)
+
+
+def grouped_by_turns(p, x):
+    """Buffers of every second example are computed twice as strongly."""
+    strength = (1 + jnp.arange(len(x) // mixtures.T) % 2).astype(x.dtype)
+    return grouped_with(p, x, lambda hidden: hidden * strength[None, :, None, None])
+
+
+def grouped_with(p, x, change):
+    groups = x.reshape(-1, mixtures.T, mixtures.D)
+    weights, which, _ = mixtures.chosen(p, groups)
+    choice = jax.nn.one_hot(which, p["router"].shape[1], dtype=x.dtype)
+    hidden = jnp.einsum("egsd,edh->egsh", jnp.einsum("gske,gsd->egsd", choice, groups), p["gate"])
+    y = jnp.einsum("egsh,ehd->egsd", jax.nn.silu(change(hidden)), p["down"])
+    return jnp.einsum("gske,gsk,egsd->gsd", choice, weights, y).reshape(x.shape)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("dispatch", [grouped_by_count, grouped_by_turns], ids=name_of)
+def test_buffers_that_mix_examples_equal_one_device(dispatch):
+    assert_as_by_hand(dispatch, px.Plan(data=4, microbatches=2, shardings=OWN))
+
+
 @pytest.mark.ci
 def test_what_alternates_equals_one_device():
     assert_as_by_hand(by_turns, px.Plan(data=8))

@@ -250,14 +250,17 @@ class _SortWalk:
         """Return what lies between products with buffers of experts that are split over devices."""
         body, parts = self._body, list[ApartRows | None]()
         for region in expert_rows(body.eqns, body.results, body.of_rows, body.dims, self._devices):
-            if region.sizes is None and all(map(self._keeps_rows, region.eqns)):
-                inside = {var for eqn in region.eqns for var in eqn.outvars}
-                self._replaced |= region.ids()
+            inside = {var for eqn in region.eqns for var in eqn.outvars}
+            if region.sizes is None and all(self._keeps_rows(eqn, inside) for eqn in region.eqns):
+                self._replaced.update(map(id, body.eqns))  # nothing is run
                 parts += [self._part(self._all.made_by(var), inside) for var in region.results]
         return [part for part in parts if part is not None]
 
-    def _keeps_rows(self, eqn: Any) -> bool:
-        """Whether the rows of an equation's result are those of its operands, by their dims."""
+    def _keeps_rows(self, eqn: Any, inside: set[Any]) -> bool:
+        """Whether the rows of an equation's result are those of its operands, by their dims.
+
+        These are `inside` the part or read, not computed for the examples of one device.
+        """
         if len(eqn.outvars) > 1:
             return False
         dim = self._rows(self._all.address[eqn.outvars[0]])
@@ -268,6 +271,8 @@ class _SortWalk:
             if isinstance(atom, Literal) or not self._scaled(self._all.address[atom]):
                 continue
             own = self._rows(self._all.address[atom])
+            if atom not in inside and not self._may_be_read(atom):
+                return False
             if own is None or ((place, own) not in same and row_of_call(eqn, place, own) != dim):
                 return False
         return True
