@@ -63,7 +63,8 @@ test-newest: TESTS = $(addprefix tests/unit/test_,$(addsuffix .py,jaxpr batch_mi
   drawn_programs schedules stages candidates loop_constants remat stream \
   host_calls recorded_collectives estimate)) tests/hlo/test_stages_hlo.py \
   tests/parity/test_early_reduction.py tests/parity/test_fused_attention.py \
-  tests/parity/test_experts_over_data.py tests/parity/test_kernels_over_context.py
+  tests/parity/test_experts_over_data.py tests/parity/test_kernels_over_context.py \
+  tests/parity/test_sorted_rows.py
 test-newest: ## the tests of jaxpr, partition and pipeline on Python 3.12, with the newest JAX
 	@if [ -n "$(NEWEST)" ]; then \
 	  $(MAKE) $(OF_NEWEST)/.installed && \

@@ -13,8 +13,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
+from jaxtyping import Array
 
 from plurax.jaxpr.compat import inner_jaxprs
 from plurax.jaxpr.equal_dims import shape_of
@@ -22,6 +24,8 @@ from plurax.jaxpr.interpret import all_equations
 
 FEW_ROWS = 1024
 """The number of rows for which the few examples have to be enough."""
+MOST_DRAWN = 2**20
+"""The most random entries of an array that are drawn, and then repeated."""
 _PRIMES = 1, 3, 7, 13, 31, 61, 127, 251, 509
 _COMPARING = frozenset(["lt", "le", "gt", "ge", "min", "max", "clamp", "sub", "broadcast_in_dim"])
 """What may compare the place of a row with a number."""
@@ -94,3 +98,44 @@ def _numbers(eqn: Any) -> np.ndarray:
     literals = [atom.val for atom in eqn.invars if isinstance(atom, Literal)]
     params = [x for x in eqn.params.values() if isinstance(x, int | float)]
     return np.array([float(x) for x in (*literals, *params) if np.ndim(x) == 0])
+
+
+# --- Random examples ------------------------------------------------------------------------------
+
+
+def normal_rows(aval: Any, dim: int | None, rng: np.random.Generator) -> np.ndarray:
+    """Return random entries; integers are 0 or 1, as any number of experts has.
+
+    Of many entries those of the last dims are fewer than in the shape.
+    """
+    shape = list(aval.shape)
+    for place in reversed(range(len(shape))):
+        if place != dim:
+            others = math.prod(shape) // max(shape[place], 1)
+            shape[place] = min(shape[place], max(8, MOST_DRAWN // max(others, 1)))
+    floats = jnp.issubdtype(aval.dtype, jnp.inexact)
+    x = rng.normal(size=shape) if floats else rng.integers(2, size=shape)
+    return np.asarray(x.astype(aval.dtype))
+
+
+def uneven_rows(aval: Any, dim: int | None, rng: np.random.Generator) -> np.ndarray:
+    """Return the same, but larger in the second half of the rows, whose integers are 1, not 0."""
+    x = normal_rows(aval, dim, rng)
+    if dim is None:
+        return x
+    first, second = np.split(x, 2, dim)
+    floats = jnp.issubdtype(aval.dtype, jnp.inexact)
+    changed = [first - 2, second + 2] if floats else [0 * first, 0 * second + 1]
+    return np.concatenate(changed, dim).astype(aval.dtype)
+
+
+def alike_rows(aval: Any, dim: int | None, rng: np.random.Generator) -> np.ndarray:
+    """Return the same, with all rows equal."""
+    x = normal_rows(aval, dim, rng)
+    return x if dim is None else np.repeat(x.take([0], dim), x.shape[dim], dim)
+
+
+def repeated(x: Array, shape: Sequence[int]) -> Array:
+    """Return an array of a shape in which `x` is repeated along each dim."""
+    times = [-(-size // have) for size, have in zip(shape, x.shape, strict=True)]
+    return jnp.tile(x, times)[tuple(slice(size) for size in shape)]
