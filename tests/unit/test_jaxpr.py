@@ -202,8 +202,9 @@ def test_every_name_in_the_code_is_a_primitive():
 
 
 def test_every_parameter_in_the_code_is_in_the_table():
-    # Of `annotate`, `order_after`, `at_experts` and `attend`.
+    # Of `annotate`, `order_after`, `at_experts`, `rows_apart` and `attend`.
     ours = {"tag", "batch", "transposed", "free_on_cpu", "function", "kernel"}
+    ours |= {"dims", "result_dims", "devices"}
     known = {name for names in PARAMETERS.values() for name in names} | ours
     for path, tree, _ in reading_modules():
         assert set(read_parameters(tree)) <= known, path

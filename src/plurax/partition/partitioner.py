@@ -49,7 +49,6 @@ from plurax.jaxpr.barrier import order_after_cotangent, pick_dependency
 from plurax.jaxpr.compat import ANNOTATIONS, REMAT, called_jaxpr, is_recomputed, open_jaxpr
 from plurax.jaxpr.interpret import flat_equations, holds, needed, source_line
 from plurax.jaxpr.loop_constants import broadcasts_inside
-from plurax.jaxpr.rows_apart import ROWS_APART
 from plurax.jaxpr.slices import of_whole
 from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
@@ -234,7 +233,7 @@ class Partitioner(Resharder):
             if branch is not None:
                 return self.evaluate(*open_jaxpr(branch), inputs[1:], goals)
             return Branches(self, eqn, inputs).run()
-        if name == ROWS_APART:
+        if name == "rows_apart":
             return self._own_rows(eqn, inputs)
         if name == "optimization_barrier":
             return self._together_known(inputs)
