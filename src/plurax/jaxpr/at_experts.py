@@ -38,9 +38,13 @@ SLOTS = 2
 """For how many times its own number of rows a device has room, of those that are sent at a time."""
 
 
-def slots_of(count: int, devices: int) -> tuple[int, int]:
+LATER_SLOTS = 1
+"""The same of rows that are sent behind the first: so what computes them holds less than that."""
+
+
+def slots_of(count: int, devices: int, times: int = SLOTS) -> tuple[int, int]:
     """Return a device's room for the rows of each other one, and for all, a multiple of `count`."""
-    each = max(1, SLOTS * count // devices)
+    each = max(1, times * count // devices)
     return each, -(-each * devices // count) * count
 
 
@@ -151,8 +155,8 @@ class _SentRegion:
         apply.defvjp(self._saved, self._backward)
         return apply
 
-    def _room(self, rows: Any) -> jax.ShapeDtypeStruct:
-        room = self._count if self._buffers else slots_of(self._count, self._devices)[1]
+    def _room(self, rows: Any, times: int = SLOTS) -> jax.ShapeDtypeStruct:
+        room = self._count if self._buffers else slots_of(self._count, self._devices, times)[1]
         return jax.ShapeDtypeStruct((room, *rows.shape[1:]), rows.dtype)
 
     def _vjp(self, rows: Any, weights: Any, whole: Any, sizes: Sequence[Any]) -> tuple[Any, Any]:
@@ -239,7 +243,8 @@ class _SentRegion:
         `compute` does: lists of rows, of weights in the order of the operands, and of sums; of what
         has no gradient, None. Beside it what is kept.
         """
-        rows = [*map(self._room, operands[0])]
+        times = SLOTS if first is None else LATER_SLOTS
+        rows = [self._room(x, times) for x in operands[0]]
         traced = jax.make_jaxpr(compute, return_shape=True)
         jaxpr, shapes = traced(rows, *self._avals[1:])
         by_group = zip(self._groups, shapes[1], strict=False)  # the forward pass returns none

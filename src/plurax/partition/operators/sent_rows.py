@@ -1,12 +1,12 @@
 """Send rows to the devices of their experts, compute there, and send the results back.
 
 Each device of `data` has rows of its own, sorted by expert, and the weights of its own experts. How
-many rows go where depends on the batch, and shapes may not. So rows are sent in turns: in each,
+many rows go where depends on the batch, and shapes may not. So rows are sent in turns: in the first
 every device has room for `SLOTS` times its own number of rows, equally many from each device. Turns
-go on until all rows have been sent, one for a router that balances: nothing is ever dropped, and
-with all rows on one device it takes n / SLOTS turns. The first turn stands before the loop of the
-others, so that its exchanges can run beside other work, and what the backward pass needs of it is
-kept (`FirstRows`).
+go on until all rows have been sent, one for a router that balances: nothing is ever dropped. The
+first turn stands before the loop of the others, so that its exchanges can run beside other work,
+and what the backward pass needs of it is kept (`FirstRows`). The others compute that anew, so they
+have room for `LATER_SLOTS` times the rows: with all rows on one device it takes n - 1 turns.
 
     data=2; 4 experts, two on a device; 4 rows on each, room for 4 from each device (SLOTS = 2)
 
@@ -42,7 +42,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from plurax.jaxpr.at_experts import RowFunction, kept_avals, slots_of, split
+from plurax.jaxpr.at_experts import LATER_SLOTS, RowFunction, kept_avals, slots_of, split
 from plurax.partition.manual import eval_manual_body
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.scopes import IF_UNEVEN
@@ -95,13 +95,15 @@ def at_experts(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> D
 class _Exchange:
     """How many rows each device has for each other, and this device's experts.
 
-    **Fields:** `axes`; `count`, the number of rows of a device; `slots`, the room for rows of one
-    device, and `room`, that for all, which may be some more; `ends`, of the groups of each device
-    (n, E); `bounds`, of its rows for each device (n, n + 1); `me`, this device's index.
+    **Fields:** `axes`; `count`, the number of rows of a device; `before`, how many rows for each
+    device have been sent; `slots`, the room for rows of one device, and `room`, that for all, which
+    may be some more; `ends`, of the groups of each device (n, E); `bounds`, of its rows for each
+    device (n, n + 1); `me`, this device's index.
     """
 
     axes: Axes
     count: int
+    before: int
     slots: int
     room: int
     ends: Int[Array, "n E"]
@@ -118,21 +120,26 @@ class _Exchange:
         zeros = jnp.zeros((n, 1), jnp.int32)
         # Rows of no group come last, and go with those of the last device.
         bounds = jnp.concatenate([zeros, last[:, :-1], jnp.full((n, 1), count, jnp.int32)], 1)
-        return cls(axes, count, *slots_of(count, n), ends, bounds, lax.axis_index(AXIS))
+        return cls(axes, count, 0, *slots_of(count, n), ends, bounds, lax.axis_index(AXIS))
 
     @property
     def devices(self) -> int:
         """The number of devices."""
         return self.axes.mesh[AXIS]
 
+    def later(self) -> "_Exchange":
+        """Return the exchange of the rows behind the first turn."""
+        slots, room = slots_of(self.count, self.devices, LATER_SLOTS)
+        return dataclasses.replace(self, before=self.slots, slots=slots, room=room)
+
     def turns(self) -> Int[Array, ""]:
         """Return in how many turns all rows of all devices are sent."""
-        most = (self.bounds[:, 1:] - self.bounds[:, :-1]).max()
+        most = (self.bounds[:, 1:] - self.bounds[:, :-1]).max() - self.before
         return (most + self.slots - 1) // self.slots
 
     def turn(self, number: Int[Array, ""]) -> "_Turn":
         """Return what is sent in a turn."""
-        offset = number * self.slots
+        offset = self.before + number * self.slots
         counts = jnp.clip(self.bounds[:, 1:] - self.bounds[:, :-1] - offset, 0, self.slots)
         mine = lax.dynamic_index_in_dim(self.bounds, self.me, 0, keepdims=False)
         there = lax.dynamic_index_in_dim(self.bounds, self.me, 1, keepdims=False)
@@ -249,7 +256,9 @@ def _in_turns(
     spare = own - 1 if function.adds_up else own + 1
     zeros = [number >= len(rows) - function.cotangents for number in range(len(rows))]
 
-    def turn(carry: Any, jaxpr: Any, unsent: int, values: Sequence[Array]) -> Any:
+    def turn(
+        exchange: _Exchange, carry: Any, jaxpr: Any, unsent: int, values: Sequence[Array]
+    ) -> Any:
         """Return the carry after a turn of rows but the first `unsent`, and further results."""
         number, outs, totals = carry
         turn = exchange.turn(number)
@@ -268,12 +277,15 @@ def _in_turns(
     totals = [jnp.zeros(a.shape, sum_dtype(a.dtype)) for a in added]
     carry, keeps = (jnp.zeros((), jnp.int32), outs, totals), []
     if (first := function.first) is not None:
-        carry, more = turn(carry, first.jaxpr, first.unsent, [*whole, *kept])
+        carry, more = turn(exchange, carry, first.jaxpr, first.unsent, [*whole, *kept])
         before = len(function.jaxpr.out_avals)
         keeps = [more[place - before] for place in first.kept]
+        exchange, carry = exchange.later(), (jnp.zeros((), jnp.int32), *carry[1:])
     with jax.named_scope(IF_UNEVEN) if first else contextlib.nullcontext():
         _, outs, totals = lax.while_loop(
-            lambda c: c[0] < exchange.turns(), lambda c: turn(c, function.jaxpr, 0, whole)[0], carry
+            lambda c: c[0] < exchange.turns(),
+            lambda c: turn(exchange, c, function.jaxpr, 0, whole)[0],
+            carry,
         )
     return [*outs, *(y.astype(a.dtype) for y, a in zip(totals, added, strict=True)), *keeps]
 
