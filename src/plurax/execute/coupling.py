@@ -36,6 +36,7 @@ from plurax.execute.mask import reads_mask
 from plurax.execute.program_cache import cached_program, shapes_key
 from plurax.execute.rows import Rows, abstract_rows
 from plurax.jaxpr.compat import inner_jaxprs, is_call_or_remat, open_jaxpr
+from plurax.jaxpr.few_examples import FAST
 from plurax.jaxpr.interpret import all_equations, interpret, source_line
 from plurax.jaxpr.product_dims import product_dims
 from plurax.jaxpr.row_dependence import RowsRead, row_dependence
@@ -61,9 +62,6 @@ DRAWS = 2
 """How often rows are drawn."""
 CHANGED = 1e-3
 """The smallest change, relative to the largest result, by which another row is noticed."""
-
-FAST = {"xla_backend_optimization_level": 0}
-"""How XLA compiles what runs a few times: six times as fast."""
 
 OfRows = Callable[[PyTree, PyTree, Rows], PyTree]
 """A function `(params, model_state, rows) -> results (B, ...)`."""

@@ -27,9 +27,9 @@ What holds of a few examples has to hold of more. So all sizes and numbers of th
 what the few make expect, `a * examples + b`: a capacity of at least eight rows is not. And none may
 be compared with a number of rows that only more examples have.
 
-Buffers of experts, (8, 16, 32, 64) for 16 examples, are not sorted, and their products leave
-examples apart by their dims: what lies between them is such a part where devices have experts of
-their own.
+Buffers of experts, (8, 16, 32, 64) for 16 examples, are not sorted. Where devices have experts of
+their own, the equations from the first product with a buffer to the last one are a part, too: their
+dims say that they leave examples apart.
 """
 
 import dataclasses
@@ -49,6 +49,7 @@ from plurax.jaxpr.compat import REMAT, Scan, called_jaxpr, is_plain_call
 from plurax.jaxpr.equal_dims import equal_dims, shape_of
 from plurax.jaxpr.expert_rows import ExpertRows, expert_rows
 from plurax.jaxpr.few_examples import (
+    FAST,
     MOST_DRAWN,
     alike_rows,
     few_examples,
@@ -77,19 +78,15 @@ Path = tuple[int, ...]
 """Which body of a function: the number of its equation in each body around it."""
 
 Known = dict[Hashable, dict[Path, dict[Address, bool]]]
-"""Whether parts leave rows apart: by the shapes of a function's arguments, its body and the address
-of a part's result there."""
-
-NOTHING: dict[Path, dict[Address, bool]] = {(): {}}
-"""Of a function without products of groups."""
+"""Whether parts leave rows apart: by the shapes of a function's arguments and the examples that are
+run, by its body, and by the address of a part's result there. Shapes alone: it has no products of
+groups."""
 
 MOST_BYTES = 2**32
 """The most bytes that a part computes for a few examples, if it is to be run."""
 CLOSE = 64, 1e-3
 """The largest difference between equal rows, relative to the largest entry: so many roundings, and
 at most so much."""
-FAST = {"xla_backend_optimization_level": 0}
-"""How XLA compiles what runs a few times."""
 
 _MIXING = frozenset(["sort", "top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
 """What mixes rows along its dim, and a part may contain."""
@@ -242,10 +239,13 @@ class _SortWalk:
         self._body, self._counts, self._known = body, counts, known
         self._devices = counts[0] // counts[1]
         self._all = _Trace(body.eqns, body.inputs, body.constants, body.results)
-        self._own, self._four, self._two = traces
+        self._own, self._few, self._half = traces
         self._of_inputs = dependent(body.eqns, body.inputs)
         self._experts = self._expert_rows(self._all)
         self._replaced = {number for region in self._experts for number in region.ids()}
+        read = [(self._all.address[var], dim) for r in self._experts for var, dim in r.rows]
+        rows = [shape_of(self._few.at[address])[dim] for address, dim in read]
+        self._rows_run = min(rows, default=None)
 
     def _expert_rows(self, trace: _Trace) -> list[ExpertRows]:
         given = [n for n, var in enumerate(self._body.inputs) if var in self._body.of_rows]
@@ -258,7 +258,7 @@ class _SortWalk:
         return sorted(parts, key=lambda part: part.address)
 
     def _of_buffers(self) -> list[ApartRows]:
-        """Return what lies between products with buffers of experts that are split over devices."""
+        """Return the equations from the first to the last product with buffers of split experts."""
         body, parts = self._body, list[ApartRows | None]()
         for region in expert_rows(body.eqns, body.results, body.of_rows, body.dims, self._devices):
             inside = {var for eqn in region.eqns for var in eqn.outvars}
@@ -319,13 +319,13 @@ class _SortWalk:
 
     def _scaled(self, address: Address) -> list[int]:
         """Return the dims that depend on the number of examples."""
-        shapes = shape_of(self._four.at[address]), shape_of(self._two.at[address])
+        shapes = shape_of(self._few.at[address]), shape_of(self._half.at[address])
         return [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1]
 
     def _rows(self, address: Address) -> int | None:
         """Return the one dim that does, if it is proportional to that number."""
         dims = self._scaled(address)
-        traces = self._all, self._own, self._four, self._two
+        traces = self._all, self._own, self._few, self._half
         shapes = [list(shape_of(trace.at[address])) for trace in traces]
         if len(dims) != 1:
             return None
@@ -361,8 +361,8 @@ class _SortWalk:
                 inside.update(made_by.outvars)
                 left += variables(made_by.invars)
                 if id(made_by) not in self._replaced:
-                    few = self._four.made_by(self._four.at[here]).outvars
-                    size += sum(math.prod(shape_of(v)) * v.aval.dtype.itemsize for v in few)
+                    run = self._few.made_by(self._few.at[here]).outvars
+                    size += sum(math.prod(shape_of(v)) * v.aval.dtype.itemsize for v in run)
         dim = self._rows(address)
         by_rows = [(var, place) for var, place in rows.items() if place is not None]
         if dim is None or size > MOST_BYTES or not by_rows or len(by_rows) < len(rows):
@@ -373,12 +373,10 @@ class _SortWalk:
     def _follows(self, eqn: Any) -> bool:
         """Whether an equation for more examples is that for few with more rows."""
         address = self._all.address[eqn.outvars[0]]
-        traces = self._all, self._own, self._four, self._two
+        traces = self._all, self._own, self._few, self._half
         alike = [trace.made_by(trace.at[address]) for trace in traces]
-        places = [(self._all.address[var], dim) for r in self._experts for var, dim in r.rows]
-        sizes = [shape_of(self._four.at[place])[dim] for place, dim in places]
         run = id(eqn) not in self._replaced
-        return numbers_follow(alike, self._counts, run=run, most=min(sizes, default=None))
+        return numbers_follow(alike, self._counts, run=run, most=self._rows_run)
 
     def _may_be_read(self, var: Any) -> bool:
         """Whether a part may read a value that mixes no rows, and need not compute it.
@@ -408,7 +406,7 @@ class _SortWalk:
         return self._known[part.address]
 
     def _run(self, part: ApartRows) -> bool:
-        """Whether a part for four examples is that for two of them, and that for the others."""
+        """Whether a part for the few examples is that for half of them, and that for the others."""
         dims = part.dims()
 
         def of(trace: _Trace) -> Callable[[Sequence[Any]], Array]:
@@ -420,9 +418,9 @@ class _SortWalk:
 
             return apply
 
-        avals = [self._four.at[address].aval for address in part.operands]
-        few = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        jaxpr = jax.make_jaxpr(of(self._four))(few).jaxpr
+        avals = [self._few.at[address].aval for address in part.operands]
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        jaxpr = jax.make_jaxpr(of(self._few))(shapes).jaxpr
         read = {var for eqn in jaxpr.eqns for var in variables(eqn.invars)}
 
         def compare(draws: Sequence[Any]) -> tuple[Array, Array]:
@@ -436,8 +434,8 @@ class _SortWalk:
                  for x, dim in zip(operands, dims, strict=True)]
                 for half in (0, 1)
             ]  # fmt: skip
-            whole = of(self._four)(operands)
-            both = jnp.concatenate([of(self._two)(half) for half in halves], part.dim)
+            whole = of(self._few)(operands)
+            both = jnp.concatenate([of(self._half)(half) for half in halves], part.dim)
             if not jnp.issubdtype(whole.dtype, jnp.inexact):
                 return (whole != both).any(), jnp.ones(())
             return jnp.abs(whole - both).max(initial=0), jnp.abs(whole).max(initial=0)
@@ -448,7 +446,7 @@ class _SortWalk:
             eps = float(jnp.finfo(result).eps)  # type: ignore[no-untyped-call]
             close = min(CLOSE[0] * eps, CLOSE[1])
         run = jax.jit(compare, compiler_options=FAST)
-        result_size = math.prod(shape_of(self._four.at[part.address]))
+        result_size = math.prod(shape_of(self._few.at[part.address]))
         alike = [alike_rows] * (1 if result_size > MOST_DRAWN else 4)
         for seed, draw in enumerate((normal_rows, uneven_rows, *alike)):
             rng = np.random.default_rng(seed)
@@ -466,17 +464,16 @@ class _SortWalk:
 
 
 class _SizedBodies:
-    """The bodies of a function, each for the examples of one device and for few."""
+    """The bodies of a function, each for the examples of one device and for few.
 
-    def __init__(self, fun: Callable[..., PyTree], states: int, counts: Sequence[int], closed: Any,
-                 args: Sequence[PyTree]) -> None:  # fmt: skip
+    **Arguments:** `counts`, numbers of examples, and `traced`, the closed jaxpr for each.
+    """
+
+    def __init__(self, counts: Sequence[int], traced: Sequence[Any]) -> None:
         self._counts = counts
         # By the `id` of a jaxpr: where it is, the jaxpr, which is kept, and its traces.
         self._traces: dict[int, tuple[Path, Any, list[_Trace]]] = {}
-        fewer = [
-            jax.make_jaxpr(fun)(*args[:states], *_examples(args[states:], n)) for n in counts[1:]
-        ]
-        self._add([(each.jaxpr, each.consts) for each in (closed, *fewer)], ())
+        self._add([(each.jaxpr, each.consts) for each in traced], ())
 
     def _add(self, jaxprs: Sequence[tuple[Any, Sequence[Any]]], path: Path) -> None:
         """Add a body and those in it, but none whose equations differ."""
@@ -531,18 +528,23 @@ def with_rows_apart(
 
     def run(*args: PyTree) -> PyTree:
         count, key = jax.tree.leaves(args[states])[0].shape[0], _shapes(args)
-        if count % devices or (groups is None and known.get(key) == NOTHING):
+        if count % devices or (groups is None and key in known):
             return fun(*args)
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
         if groups is None and not holds(closed.jaxpr, "ragged_dot_general"):
-            known[key] = NOTHING
+            known[key] = {}
             return fun(*args)
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
+        few = few_examples(closed.jaxpr, count, count // devices)
+        counts = (count, count // devices, *few)
         try:
-            few = few_examples(closed.jaxpr, count, count // devices)
-            bodies = _SizedBodies(fun, states, (count, count // devices, *few), closed, args)
+            fewer = [
+                jax.make_jaxpr(fun)(*args[:states], *_examples(args[states:], n))
+                for n in counts[1:]
+            ]
         except Exception:  # a model that needs all its examples
             return fun(*args)
+        bodies = _SizedBodies(counts, [closed, *fewer])
         shapes_of = _shapes(args[:states], _examples(args[states:], 1))
         of_shapes = known.setdefault((shapes_of, few), {})
         regions = Regions(lambda body: bodies.parts(body, of_shapes), apply, has_experts)
