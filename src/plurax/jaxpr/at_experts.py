@@ -23,13 +23,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Primitive
 from jaxtyping import Array, PyTree
 
 from plurax.jaxpr.block_arrays import filled, floating
 from plurax.jaxpr.bodies import Body, Regions, by_jaxpr
 from plurax.jaxpr.expert_rows import ExpertRows, expert_rows
-from plurax.jaxpr.interpret import constant, holds
+from plurax.jaxpr.forward_pass import ForwardPass
+from plurax.jaxpr.interpret import holds
 
 AT_EXPERTS = "at_experts"
 """The name of the primitive that computes rows at their experts."""
@@ -173,31 +174,9 @@ class _SentRegion:
         return results, back
 
     @functools.cached_property
-    def _first(self) -> tuple[FirstRows, Callable[..., Any]]:
-        """What the forward pass computes of the rows sent first, and how their gradient follows."""
-        structure: Any = None
-
-        def keep(*operands: Any) -> Any:
-            nonlocal structure
-            results, back = self._vjp(*operands)
-            leaves, structure = jax.tree.flatten(back)
-            return results, leaves
-
-        jaxpr, (results, _) = jax.make_jaxpr(keep, return_shape=True)(*self._avals)
-        rows = len(self._avals[0])
-        read = jaxpr.jaxpr.invars[rows:]
-        leaves = jaxpr.jaxpr.outvars[len(results) :]
-        kept: dict[Any, int] = {}
-        for place, leaf in enumerate(leaves, len(results)):
-            if not isinstance(leaf, Literal) and leaf not in read:
-                kept.setdefault(leaf, place)
-
-        def gradient(operands: Sequence[Any], values: Sequence[Any], cotangents: Any) -> Any:
-            known = dict(zip((*read, *kept), (*operands, *values), strict=True))
-            arrays = [constant(a) if isinstance(a, Literal) else known[a] for a in leaves]
-            return jax.tree.unflatten(structure, arrays)(cotangents)
-
-        return FirstRows(jaxpr, 0, tuple(kept.values())), gradient
+    def _first(self) -> ForwardPass:
+        """What is computed of the rows sent first, of which the received ones are kept."""
+        return ForwardPass.of(self._vjp, self._avals, anew=len(self._avals[0]))
 
     def _forward(self, operands: Any, first: FirstRows | None) -> tuple[list[Array], list[Array]]:
         def compute(*own: Any) -> Any:
@@ -208,7 +187,8 @@ class _SentRegion:
         return out, kept
 
     def _saved(self, *operands: Any) -> Any:
-        out, kept = self._forward(operands, self._first[0])
+        first = FirstRows(self._first.jaxpr, 0, tuple(self._first.kept.values()))
+        out, kept = self._forward(operands, first)
         return out, (operands, kept)
 
     def _backward(self, saved: Any, cotangents: Any) -> Any:
@@ -222,7 +202,7 @@ class _SentRegion:
 
         def of_first(own: Any, weights: Any, whole: Any, kept: Any, sizes: Any) -> Any:
             received = jax.tree.unflatten(structure, own)
-            return self._first[1]([*weights, *whole, *sizes], kept, received)
+            return self._first.gradient([*weights, *whole, *sizes], kept, received)
 
         _, own, few, size = self._avals
         avals = [*map(self._room, sent)], own, few, list(map(_like, kept)), size

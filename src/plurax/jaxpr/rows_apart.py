@@ -17,18 +17,18 @@ Its backward pass is one, too. What it adds up for whole operands is of the rows
 a partial sum over `data`; what is kept for it stays on its device.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Primitive
 from jaxtyping import Array
 
 from plurax.jaxpr.block_arrays import filled, floating
-from plurax.jaxpr.interpret import constant, interpret
+from plurax.jaxpr.forward_pass import ForwardPass
+from plurax.jaxpr.interpret import interpret
 
 ROWS_APART = "rows_apart"
 """The name of the primitive that computes on each device's own rows."""
@@ -75,22 +75,6 @@ def rows_apart(
     return apply(*operands)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    """What the forward pass keeps on its device for the backward pass.
-
-    **Fields:** `jaxpr`, its results first and then the leaves of the backward function; `values`,
-    by variable the place of what is kept among these results; `leaves` and `structure`, of the
-    backward function; `read`, the variables of the operands.
-    """
-
-    jaxpr: Any
-    values: dict[Any, int]
-    leaves: list[Any]
-    structure: Any
-    read: list[Any]
-
-
 class _RowPart:
     """A function of rows, and its backward pass, each as one equation."""
 
@@ -114,28 +98,16 @@ class _RowPart:
         return jax.ShapeDtypeStruct(tuple(shape), array.dtype)
 
     @functools.cached_property
-    def _kept(self) -> _Kept:
-        structure: Any = None
-
-        def keep(*own: Any) -> Any:
-            nonlocal structure
-
+    def _pass(self) -> ForwardPass:
+        def vjp(*own: Any) -> tuple[Any, Any]:
             def computed(chosen: Any) -> tuple[Any, Any]:
                 results = self._compute(*filled(own, chosen))
                 return _floating(results), results
 
             _, back, results = jax.vjp(computed, _floating(own), has_aux=True)
-            leaves, structure = jax.tree.flatten(back)
-            return results, leaves
+            return results, back
 
-        closed = jax.make_jaxpr(keep)(*self._few)
-        read = closed.jaxpr.invars
-        leaves = closed.jaxpr.outvars[len(self._result_dims) :]
-        values: dict[Any, int] = {}
-        for place, leaf in enumerate(leaves, len(self._result_dims)):
-            if not isinstance(leaf, Literal) and leaf not in read:
-                values.setdefault(leaf, place)
-        return _Kept(closed, values, leaves, structure, read)
+        return ForwardPass.of(vjp, self._few)
 
     def results(self, *operands: Any) -> list[Array]:
         """Return the results, from which nothing is kept."""
@@ -143,32 +115,30 @@ class _RowPart:
 
     def saved(self, *operands: Any) -> Any:
         """Return the results, and what the backward pass reads."""
-        kept, count = self._kept, len(self._result_dims)
+        forward, count = self._pass, len(self._result_dims)
 
         def first(*own: Any) -> list[Any]:
-            values = interpret(kept.jaxpr.jaxpr, kept.jaxpr.consts, own)
+            values = interpret(forward.jaxpr.jaxpr, forward.jaxpr.consts, own)
             # A number gets a dim, along which the numbers of all devices are put.
-            stay = [jnp.atleast_1d(values[place]) for place in kept.values.values()]
+            stay = [jnp.atleast_1d(values[place]) for place in forward.kept.values()]
             return [*values[:count], *stay]
 
-        result_dims = (*self._result_dims, *(0 for _ in kept.values))
+        result_dims = (*self._result_dims, *(0 for _ in forward.kept))
         out = self._bound(first, operands, self._dims, result_dims)
         return out[:count], (operands, out[count:])
 
     def gradients(self, saved: Any, cotangents: Any) -> Any:
         """Return the gradients of the operands; those of whole ones are sums over own rows."""
-        (operands, stay), kept = saved, self._kept
+        (operands, stay), forward = saved, self._pass
         received = [None if g.dtype == jax.dtypes.float0 else g for g in cotangents]
         sent, structure = jax.tree.flatten(received)
         moved = [x is not None for x in _floating(self._few)]
 
         def gradients(*own: Any) -> list[Any]:
             first, after = own[: len(operands)], own[len(operands) :]
-            values = [x.reshape(var.aval.shape) for x, var in zip(after, kept.values, strict=False)]
-            known = dict(zip((*kept.read, *kept.values), (*first, *values), strict=True))
-            arrays = [constant(a) if isinstance(a, Literal) else known[a] for a in kept.leaves]
-            back = jax.tree.unflatten(kept.structure, arrays)
-            (grads,) = back(jax.tree.unflatten(structure, after[len(stay) :]))
+            kept = [x.reshape(var.aval.shape) for x, var in zip(after, forward.kept, strict=False)]
+            cotangents = jax.tree.unflatten(structure, after[len(stay) :])
+            (grads,) = forward.gradient(first, kept, cotangents)
             return [g for g, has_one in zip(grads, moved, strict=True) if has_one]
 
         own_dims = [d for d, g in zip(self._result_dims, received, strict=True) if g is not None]
