@@ -140,6 +140,22 @@ def kinds(program):
     return pairs
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+def test_what_is_repeated_for_each_example_is_gathered_before(coupled):
+    def init(key):
+        return {"first": jnp.ones((1, 1, WIDTH)), "out": jnp.ones((WIDTH, WIDTH))}
+
+    def loss(params, batch, keys, mask=None):
+        x = batch["x"][:, None]
+        x = jnp.concatenate([jnp.broadcast_to(params["first"], x.shape), x], 1)
+        losses = jnp.sum(jnp.tanh(x @ params["out"]) ** 2, (1, 2))
+        return losses if mask is None else losses / mask.sum().astype(losses.dtype)
+
+    program = compiled(px.Plan(data=4, zero=3), px.Task(init=init, loss=loss, coupled=coupled))
+    sizes = {one.bytes for one in program.planned_collectives() if one.kind == "all-gather"}
+    assert sizes == {4 * WIDTH, 4 * WIDTH**2}
+
+
 @pytest.mark.ci
 def test_buckets_send_what_single_tensors_do():
     """Of 24 parameters, in three to eight collectives instead of 35 and 24; as it was planned."""

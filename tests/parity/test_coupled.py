@@ -466,6 +466,40 @@ def test_operations_along_the_rows(x64):
     assert models.max_rel_error(got, by_hand(task, batch, sizes, 1)) < 1e-10
 
 
+OF_EACH_EXAMPLE = {  # tokens (6, 4) of an example, and a number for each
+    "add": lambda x, i: jnp.zeros((4, 4)).at[i].add(x),
+    "buffers": lambda x, i: jnp.zeros((4, 2, 4)).at[i, i % 3].add(x, mode="drop"),
+    "set": lambda x, i: jnp.zeros((4, 4)).at[i].set(x),
+    "read": lambda x, i: x.reshape(3, 2, 4)[i % 3, i % 2],
+    "added to others": lambda x, i: jnp.ones((4, 4)).at[i].add(x),
+    "turned": lambda x, i: jnp.zeros((4, 4)).at[i].add(x).T,
+}
+
+
+@pytest.mark.parametrize("kind", [{}, {"zero": 3, "remat": "full"}], ids=["data", "zero 3"])
+@pytest.mark.parametrize("name", OF_EACH_EXAMPLE)
+def test_what_each_example_scatters_stays_with_it(x64, name, kind):
+    def loss(params, batch, keys, mask):
+        which = (jnp.abs(batch["y"]) * 3).astype(jnp.int32) % 4
+        x = jax.vmap(OF_EACH_EXAMPLE[name])(batch["x"] @ params["in"], which)
+        losses = (jnp.tanh(x @ params["out"]) ** 2).reshape(len(mask), -1).sum(1)
+        real = mask.astype(float)
+        return losses + (losses * real).sum() ** 2 / real.sum() ** 2
+
+    def init(key):
+        return {"in": jnp.eye(4) + 0.1, "out": jnp.eye(4) - 0.1}
+
+    rng = np.random.default_rng(2)
+    batch = {"x": rng.normal(size=(8, 6, 4)), "y": rng.normal(size=(8, 6))}
+    task, plan = px.Task(init=init, loss=loss, coupled=True), px.Plan(data=4, **kind)
+    sent = px.compile(task, optimizer(), plan, batch).planned_collectives()
+    of_parameters = {"all-gather"} if plan.zero == 3 else set()
+    assert {one.kind for one in sent} - of_parameters <= {"all-reduce", "reduce-scatter"}
+    assert max(one.bytes for one in sent) <= 2 * 16 * 8
+    got = trained(task, batch, plan, (8, 7))
+    assert models.max_rel_error(got, by_hand(task, batch, (8, 7), 1)) < 1e-10
+
+
 # --- Losses that do not read their mask -----------------------------------------------------------
 
 UNMASKED = {  # batches of 12 and 7, which nothing divides

@@ -220,7 +220,9 @@ def _uses(
 def _is_local(eqn: Any, known: Mapping[Any, ValueVersions]) -> bool:
     """Whether an equation of split parameters runs on their shards, and leaves them split."""
     if eqn.primitive.name != "slice":
-        return eqn.primitive.name in _LOCAL
+        # What is repeated along the batch is gathered before, not after.
+        sizes = [math.prod(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)]
+        return eqn.primitive.name in _LOCAL and sizes[-1] <= max(sizes[:-1])
     # A part of a parameter, such as one of three matrices that are stored as one.
     (operand,) = eqn.invars
     if operand not in known or eqn.params["strides"] is not None:

@@ -320,9 +320,8 @@ class Partitioner(Resharder):
         """Return what an equation reads that depends on the batch: a variable and its array."""
         meets: list[tuple[Any, Array]] = []
         for atom, one in zip(eqn.invars, inputs, strict=True):
-            value = one.deferred.repeated if one.deferred else one.value
-            if value is not None and self.context.of_rows(value):
-                meets.append((atom, value.array))
+            values = one.deferred.placed if one.deferred else [one.value]
+            meets += [(atom, value.array) for value in values if self.context.of_rows(value)]
         if not meets:
             return None
         by = pick_dependency([array for _, array in meets])

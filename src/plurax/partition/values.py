@@ -18,7 +18,7 @@ equation is evaluated on shards.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -101,7 +101,8 @@ class DeferredValue:
     - `sources`: the values from which it is created.
     - `zero`: whether all entries are zero.
     - `flattened`: whether it is the reshape of its source to one dim.
-    - `free`: if its source is repeated, the sharding in which repeating it sends nothing.
+    - `free`: the sharding in which creating it sends nothing, if not all are.
+    - `repeats`: whether its source is repeated.
     - `data_varying`, `is_param`: as in `ShardedValue`.
     """
 
@@ -112,6 +113,7 @@ class DeferredValue:
     zero: bool = False
     flattened: bool = False
     free: TensorSharding | None = None
+    repeats: bool = False
     data_varying: bool = False
     is_param: bool = False
 
@@ -121,9 +123,10 @@ class DeferredValue:
         return self.free or TensorSharding.replicated(len(self.shape))
 
     @property
-    def repeated(self) -> ShardedValue | None:
-        """The value that is repeated, if it is one."""
-        return self.sources[0].value if self.free is not None else None
+    def placed(self) -> Iterator[ShardedValue]:
+        """The values from which it is created, if creating it elsewhere than with them sends."""
+        for one in self.sources if self.free is not None else ():
+            yield from one.deferred.placed if one.deferred else [one.value]
 
     def fresh(self) -> "DeferredValue":
         """Return a copy of which nothing is kept: creating it leaves the sources as they are."""

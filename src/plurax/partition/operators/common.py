@@ -128,9 +128,7 @@ def common_sharding(
     # Partial sums are candidates in their reduced form.
     options = {TensorSharding(value.sharding.dims) for one in known for value in one.values}
     shape = [max(sizes) for sizes in zip(*(one.shape for one in ranked), strict=True)]
-    options = options or {
-        one.deferred.free for one in inputs if one.deferred and one.deferred.free is not None
-    }
+    options |= {one.deferred.free for one in ranked if one.deferred and one.deferred.free}
     if not options:
         return TensorSharding.replicated(rank)
     if len(options) == 1:

@@ -18,7 +18,7 @@ The backward pass is a scatter-add of the cotangent's rows into zeros of the tab
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -99,6 +99,16 @@ def _dims_of_table(
     )
 
 
+def _split_as(
+    have: TensorSharding, dims: Mapping[int, int], other: TensorSharding
+) -> TensorSharding:
+    """Return a sharding in which whole dims are split as `dims` of another tensor: slices."""
+    for dim, place in dims.items():
+        if not have.dims[dim] and {*have.axes, *have.partial}.isdisjoint(other.dims[place]):
+            have = have.with_dim(dim, other.dims[place])
+    return have
+
+
 def _index_entries(
     have: TensorSharding, roles: Roles, table: Sequence[Entry], terms: frozenset[str]
 ) -> list[Entry]:
@@ -163,6 +173,7 @@ def gather(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decis
     have = context.reduced(table)
     if math.prod(out.shape) <= math.prod(table.shape) and _fills_alike(eqn):
         have = maybe_partial(context, eqn.invars[0], table)
+    have = _split_as(have, roles.batch, context.reduced(indices))
     table_dims = _dims_of_table(context, table, roles, have)
     from_ = through(table, have, TensorSharding(table_dims, have.partial))
     index_dims = _index_entries(context.first(indices).sharding, roles, table_dims, have.partial)
@@ -246,9 +257,10 @@ def scatter_add(
     if rows.deferred is None and math.prod(table.shape) <= math.prod(rows.shape):
         terms = maybe_partial(context, eqn.invars[2], rows).partial
     if table.deferred is None or not table.deferred.zero:
-        have = context.reduced(table)
+        have = _split_table(context, eqn, inputs)
         return _rows_added(context, inputs, have, eqn=eqn, path=(have,), terms=terms)
-    return _deferred(inputs, functools.partial(_rows_added, eqn=eqn, terms=terms))
+    added = functools.partial(_rows_added, eqn=eqn, terms=terms)
+    return _deferred(context, eqn, inputs, added)
 
 
 def scatter(
@@ -261,17 +273,21 @@ def scatter(
     table = inputs[0]
     decide = functools.partial(_rows_set, eqn=eqn)
     if table.deferred is None or not table.deferred.zero:
-        return decide(context, inputs, context.reduced(table))
-    return _deferred(inputs, decide)
+        return decide(context, inputs, _split_table(context, eqn, inputs))
+    return _deferred(context, eqn, inputs, decide)
 
 
-def _deferred(inputs: Sequence[ValueVersions], decide: Callable[..., Decision]) -> DeferredValue:
+def _deferred(
+    context: RuleContext, eqn: Any, inputs: Sequence[ValueVersions], decide: Callable[..., Decision]
+) -> DeferredValue:
     """Return a scatter into zeros, which are created in the sharding that a reader needs."""
+    free = _split_table(context, eqn, inputs)
     return DeferredValue(
         inputs[0].shape,
         inputs[0].dtype,
         decide,
         tuple(inputs),
+        free=free if free.axes else None,
         data_varying=any(one.data_varying for one in inputs),
         is_param=all(one.is_param for one in inputs),
     )
@@ -301,6 +317,14 @@ def _rows_set(
     spec = result(context, eqn, inputs, target)
     take = functools.partial(_add_own, context.axes, eqn, roles, table_dims, table.shape, ())
     return Decision(operands, (spec,), take)
+
+
+def _split_table(context: RuleContext, eqn: Any, inputs: Sequence[ValueVersions]) -> TensorSharding:
+    """Return a table's sharding; batch dims, and those of zeros, are split as what it is given."""
+    table, indices, rows = inputs
+    roles = _scattered(table, rows, eqn.params["dimension_numbers"])
+    have = _split_as(context.reduced(table), roles.batch, context.reduced(indices))
+    return _split_as(have, roles.window, context.reduced(rows)) if table.is_zero else have
 
 
 def _scattered(table: ValueVersions, rows: ValueVersions, numbers: Any) -> Roles:

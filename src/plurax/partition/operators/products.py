@@ -209,7 +209,8 @@ def match_operands(
 def _choices(versions: ValueVersions) -> list[TensorSharding]:
     """Return the shardings an operand has, with partial sums reduced."""
     if versions.deferred:
-        return [TensorSharding.replicated(len(versions.shape))]
+        whole = TensorSharding.replicated(len(versions.shape))
+        return [versions.deferred.default_sharding, whole]
     return [TensorSharding(value.sharding.dims) for value in versions.values]
 
 

@@ -90,9 +90,13 @@ def broadcast_in_dim(
 
     def defer(values: Sequence[ShardedValue]) -> DeferredValue:
         sources = (ValueVersions(values[0]),)
-        return DeferredValue(shape, aval.dtype, repeated, sources, free=sharding)
+        return DeferredValue(
+            shape, aval.dtype, repeated, sources, free=sharding, repeats=True,
+            data_varying=versions.data_varying, is_param=versions.is_param,
+        )  # fmt: skip
 
-    if grows and context.joint and "data" in sharding.axes and not versions.is_param:
+    by_rows = context.joint and "data" in sharding.axes and not versions.is_param
+    if grows and (by_rows or context.of_parameters(context.first(versions))):
         return Decision((operand,), (), bind, defer=defer)
     local = sharding.shard_shape(shape, context.axes.sizes)
     return decided(context, eqn, inputs, [operand], sharding, shape=local)
@@ -141,7 +145,7 @@ def transpose(
 ) -> Decision | DeferredValue:
     """Transpose the shards; what is created for its reader is transposed for it."""
     order, deferred = eqn.params["permutation"], inputs[0].deferred
-    if deferred is None or deferred.zero or deferred.free is not None:
+    if deferred is None or deferred.zero or deferred.repeats:
         operand = _linear(context, eqn, inputs)
         return decided(context, eqn, inputs, [operand], _permuted(operand.sharding, order))
 
@@ -161,6 +165,7 @@ def transpose(
         decide=decide,
         sources=(inputs[0],),
         flattened=False,
+        free=None if deferred.free is None else _permuted(deferred.free, order),
     )
 
 
