@@ -78,6 +78,13 @@ def test_servers_compute_what_one_device_does(name, one_device):
     assert not found.staleness.rejected
 
 
+def test_a_parameter_without_entries(one_device):
+    task, data, _ = one_device
+    more = dataclasses.replace(task, init=lambda key: {**task.init(key), "none": jnp.ones((0, 3))})
+    found = fitted(more, data, px.Servers(workers=2, shards=2, transport="threads"))
+    assert models.max_rel_error(found.state.params, fitted(more, data).state.params) < 1e-10
+
+
 PLANS = {
     "data": px.Plan(data=2),
     "microbatches and zero": px.Plan(data=2, microbatches=2, zero=3),

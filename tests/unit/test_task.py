@@ -45,7 +45,15 @@ def good_loss(params, batch, keys):
         ),
         (
             lambda p, b, k: (good_loss(p, b, k), {"top": jnp.zeros(())}),
-            r"metric 'top', returned shape \(\); it must be \(2,\)",
+            r"metric 'top', has shape \(\); it must be an array of shape",
+        ),
+        (
+            lambda p, b, k: (good_loss(p, b, k), {"shares": jnp.zeros((2, 8))}),
+            r"'shares', has shape \(2, 8\);.* give each of several numbers a name of its own",
+        ),
+        (
+            lambda p, b, k: (good_loss(p, b, k), {"parts": {"a": good_loss(p, b, k)}}),
+            r"'parts', is a dict;.* a name of its own: {'parts 0': ...",
         ),
         (
             lambda p, b, k: (good_loss(p, b, k), {"wave": jnp.fft.fft(good_loss(p, b, k))}),
@@ -70,6 +78,15 @@ def test_parameters_must_be_floating():
         px.errors.TaskError, match=r"'table/0' has dtype int32, which has no gradient"
     ):
         compile_with(init=lambda key: {"table": [jnp.arange(3)]})
+
+
+def test_parameters_of_eight_bits_are_frozen_or_refused():
+    def init(key):
+        return {"base": jnp.ones((3, 3), jnp.float8_e4m3fn), **models.init(key)}
+
+    with pytest.raises(px.errors.TaskError, match=r"'base' has dtype float8_e4m3fn, in which the"):
+        compile_with(init=init)
+    compile_with(init=init, frozen=("base",))
 
 
 def test_weight_must_have_one_per_example():

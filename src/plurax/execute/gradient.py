@@ -132,11 +132,21 @@ def check_losses(output: Any, size: int, where: str) -> tuple[Array, dict[str, A
             "example, key) -> scalar.\nIf the loss couples examples (contrastive, batch "
             "statistics), still return one loss per example and say Task(..., coupled=True)."
         )
-    for part, value in {"": losses, **{f", metric {k!r},": v for k, v in metrics.items()}}.items():
+    if jnp.shape(losses) != (size,):
+        raise errors.loss_wrong_shape(where, jnp.shape(losses), size)
+    for name, value in metrics.items():
         if isinstance(value, Metric):
-            check_metric(where, part.split("'")[1], value, size)
-        elif jnp.shape(value) != (size,):
-            raise errors.loss_wrong_shape(where + part, jnp.shape(value), size)
+            check_metric(where, name, value, size)
+        elif isinstance(value, dict | list | tuple) or jnp.shape(value) != (size,):
+            what = f"is a {type(value).__name__}"
+            if not isinstance(value, dict | list | tuple):
+                what = f"has shape {jnp.shape(value)}"
+            raise errors.TaskError(
+                f"{where}, metric {name!r}, {what}; it must be an array of shape ({size},), one "
+                "number per example. Sum or average over tokens or pixels inside the loss, not "
+                "over the batch; or give each of several numbers a name of its own: "
+                f"{{'{name} 0': ..., '{name} 1': ...}}."
+            )
     if not jnp.issubdtype(losses.dtype, jnp.floating):
         raise errors.TaskError(
             f"{where} returned dtype {losses.dtype}; a loss must be floating point."
@@ -403,4 +413,16 @@ def check_parameters(params: PyTree) -> None:
                 f"Task.init: the parameter {path!r} has dtype {leaf.dtype}, which has no gradient. "
                 "Keep what is not trained out of params: close over it, or return it as model "
                 "state (Task(..., stateful=True, coupled=True))."
+            )
+
+
+def check_trained(params: PyTree) -> None:
+    """Raise `TaskError` where a parameter that is trained has a dtype too short for steps."""
+    for path, leaf in tree.named_leaves(params).items():
+        if jnp.finfo(leaf.dtype).bits < 16:
+            raise errors.TaskError(
+                f"Task.init: the parameter {path!r} has dtype {leaf.dtype}, in which the steps of "
+                "an optimizer would be rounded away. Keep it in float32 or bfloat16, and cast it "
+                f"in the loss: params[...].astype(jnp.{leaf.dtype}); or freeze it, "
+                f"plurax.freeze(task, {path!r})."
             )

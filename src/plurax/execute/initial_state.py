@@ -10,7 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors, tree
-from plurax.execute.gradient import check_parameters
+from plurax.execute.gradient import check_parameters, check_trained
 from plurax.freezing import check_frozen, trained
 from plurax.state import TrainState
 from plurax.task import Task
@@ -33,6 +33,7 @@ def new_state(
     params = replaced(params, start or {})
     check_parameters(params)
     check_frozen(task.frozen, params)
+    check_trained(trained(task.frozen, params))
     zero = jnp.zeros((), jnp.int32)
     opt_state = optimizer.init(trained(task.frozen, params))
     state = TrainState(zero, params, opt_state, model_state, run_key, zero)

@@ -437,4 +437,11 @@ def jax_dtype(path: str, leaf: Any) -> np.dtype:
     number = jnp.issubdtype(dtype, jnp.number) and dtype.kind != "m"
     if not (number or dtype == np.bool_):
         raise errors.batch_leaf_not_numbers(path, str(dtype), dtype.kind)
+    info = jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo
+    if number and info(dtype).bits < 8:  # type: ignore[no-untyped-call]
+        raise errors.BatchError(
+            f"{f'batch[{path}]' if path else 'the batch'} has dtype {dtype}, and JAX gives no "
+            "arrays of less than a byte a number to programs on a mesh of devices. Give it in a "
+            f"dtype of a byte, jnp.int8 say, and cast it in the loss where that needs {dtype}."
+        )
     return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))  # FITS and NetCDF have ">f4"

@@ -165,7 +165,7 @@ class Homes:
                 homes[var] = frozenset([place])
         several = set()
         for eqn in self.jaxpr.eqns:
-            read = [a for a in variables(eqn.invars) if a.aval.size > MAX_CROSSING]
+            read = [a for a in variables(eqn.invars) if a.aval.size != MAX_CROSSING]
             at = frozenset[int | RowSplit]().union(*(homes.get(atom, ()) for atom in read))
             homes.update(dict.fromkeys(eqn.outvars, at))
             cut = any(isinstance(place, RowSplit) for place in at)
@@ -199,7 +199,7 @@ class Homes:
             if cut and not self._is_cut(eqn, own):
                 whole |= {place.owner for place in cut}
                 places = set()
-            small = all(a.aval.size <= MAX_CROSSING for a in own)
+            small = all(a.aval.size == MAX_CROSSING for a in own)  # an empty tensor stays
             mixed = len(own) < len(read)
             # An equation on scalars of one place and on a value of all places (`norm + eps`) is
             # computed in all places: its result is then at hand for every later reader, and the
