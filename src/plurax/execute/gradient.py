@@ -419,7 +419,7 @@ def check_parameters(params: PyTree) -> None:
 def check_trained(params: PyTree) -> None:
     """Raise `TaskError` where a parameter that is trained has a dtype too short for steps."""
     for path, leaf in tree.named_leaves(params).items():
-        if jnp.finfo(leaf.dtype).bits < 16:
+        if jnp.finfo(leaf.dtype).bits < 16:  # type: ignore[no-untyped-call]
             raise errors.TaskError(
                 f"Task.init: the parameter {path!r} has dtype {leaf.dtype}, in which the steps of "
                 "an optimizer would be rounded away. Keep it in float32 or bfloat16, and cast it "

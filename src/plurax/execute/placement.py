@@ -438,7 +438,7 @@ def jax_dtype(path: str, leaf: Any) -> np.dtype:
     if not (number or dtype == np.bool_):
         raise errors.batch_leaf_not_numbers(path, str(dtype), dtype.kind)
     info = jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo
-    if number and info(dtype).bits < 8:  # type: ignore[no-untyped-call]
+    if number and info(dtype).bits < 8:
         raise errors.BatchError(
             f"{f'batch[{path}]' if path else 'the batch'} has dtype {dtype}, and JAX gives no "
             "arrays of less than a byte a number to programs on a mesh of devices. Give it in a "
