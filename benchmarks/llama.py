@@ -98,15 +98,17 @@ def rotated(x_BTNH: Array) -> Array:
 
 def block(params: Params, x_BTD: Array, batch: Params, keys: Any) -> Array:
     """Attention, then the gated perceptron, each added to its input."""
+    x_BTD = px.sharding.name(x_BTD, "residual")
     normal = norm(x_BTD, params["norm1"])
     q, k, v = (jnp.einsum("btd,dnh->btnh", normal, params[name]) for name in "qkv")
     mixed = jax.nn.dot_product_attention(
         rotated(q), rotated(k), v, is_causal=True, implementation="cudnn"
     )
     x_BTD = x_BTD + jnp.einsum("btnh,nhd->btd", mixed, params["out"])
+    x_BTD = px.sharding.name(x_BTD, "residual")
     normal = norm(x_BTD, params["norm2"])
     hidden_BTF = jax.nn.silu(normal @ params["gate"]) * (normal @ params["up"])
-    return x_BTD + hidden_BTF @ params["down"]
+    return px.sharding.name(x_BTD + hidden_BTF @ params["down"], "residual")
 
 
 def losses(params: Params, x_BTD: Array, batch: Params, keys: Any) -> Array:
@@ -120,7 +122,7 @@ LLAMA_8B = Llama(depth=32, width=4096, heads=32, hidden=14336)
 LLAMA_70B = Llama(depth=80, width=8192, heads=64, hidden=28672)
 LLAMA_405B = Llama(depth=126, width=16384, heads=128, hidden=53248)
 
-MEGATRON: dict[str, tuple[str | None, ...]] = {
+MEGATRON: dict[str, tuple[Any, ...]] = {
     "embed/table": ("tensor", None),
     **{f"blocks/{name}": (None, None, "tensor", None) for name in "qkv"},
     "blocks/out": (None, "tensor", None, None),
@@ -128,5 +130,6 @@ MEGATRON: dict[str, tuple[str | None, ...]] = {
     "blocks/up": (None, None, "tensor"),
     "blocks/down": (None, "tensor", None),
     "head/table": (None, "tensor"),
+    "residual": (..., "tensor", None),
 }
-"""Megatron's rules: heads, the perceptron's hidden dim and the vocabulary over `tensor`."""
+"""Megatron's rules: heads, hidden dim and vocabulary over `tensor`, and the tokens in between."""

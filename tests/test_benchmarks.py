@@ -363,10 +363,14 @@ def test_a_token_changes_nothing_before_it_nor_in_another_segment():
 def test_the_table_beside_maxtext_has_each_figure_of_each_side():
     figures = {"temporaries_mib": 1234.5, "sent_mib": 10.0, "hidden": 0.5, "step_ms": 2.0}
     row = {side: {**figures, "sent_mib": 10.0 + at} for at, side in enumerate(maxtext.SIDES)}
-    stored = {"rows": {"v5e:2x4": {"data": row}}, "versions": {"jax": "1.2"}, "date": "2026-01-02"}
+    stored = {
+        "rows": {"v5e:2x4": {"data": row, "tensor": row}},
+        "dates": {"v5e:2x4": {"data": "2026-01-03", "tensor": "2026-01-02"}},
+        "versions": {"jax": "1.2"},
+    }
     line, written = maxtext.table(stored).splitlines()[2], maxtext.table(stored).splitlines()[-1]
     assert line.split(" | ")[2:4] == ["1,234 / 1,234 / 1,234", "10 / 11 / 12"]
-    assert written == "Compiled on 2026-01-02 with jax 1.2."
+    assert written == "Compiled on 2026-01-02 to 2026-01-03 with jax 1.2."
 
 
 def test_only_the_large_memory_of_a_table_of_buffers_is_counted():

@@ -351,6 +351,27 @@ def test_the_head_never_holds_the_logits(sequence):
     assert f"{models.TOKENS},{words}]" not in hlo
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_gradient_of_a_cast_table_is_added_up_in_its_shard(sequence):
+    """No device holds a gradient of all words, in which it would have to find its own."""
+    words = 1536
+    other = models.transformer_task()
+
+    def init(key):
+        return {**other.init(key), "embedding": jnp.ones((words, models.WIDTH))}
+
+    def loss(params, batch, keys):
+        cast = params["embedding"].astype(jnp.float16).astype(jnp.float32)
+        return other.loss({**params, "embedding": cast}, batch, keys)
+
+    rules = {**models.megatron(sequence), "embedding": ("tensor", None)}
+    plan = px.Plan(tensor=TENSOR, shardings=rules)
+    program = compiled(plan, px.Task(init=init, loss=loss), models.text(4))
+    shard = words // TENSOR
+    assert f"[{shard},{models.WIDTH}]" in program.hlo()
+    assert f"[{words},{models.WIDTH}]" not in program.hlo()
+
+
 PLANNED = {
     "data": px.Plan(data=4, zero=1),
     "stack": px.Plan(data=6, zero=3, microbatches=2),

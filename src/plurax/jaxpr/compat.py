@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import Array
@@ -208,6 +209,19 @@ def is_plain_call(eqn: Any) -> bool:
 def is_call_or_remat(eqn: Any) -> bool:
     """Whether an equation is a call that can be evaluated in place where nothing is recomputed."""
     return eqn.primitive.name in INLINED or eqn.primitive.name in REMAT
+
+
+def is_linear(eqn: Any) -> bool:
+    """Whether an equation is elementwise and linear in its one operand.
+
+    `jax.checkpoint` rounds each value that its policy keeps to the precision that it has.
+    """
+    if eqn.primitive.name != "reduce_precision":
+        return eqn.primitive.name in LINEAR
+    has: Any = jnp.finfo(eqn.invars[0].aval.dtype)  # type: ignore[no-untyped-call]
+    return bool(
+        eqn.params["exponent_bits"] >= has.nexp and eqn.params["mantissa_bits"] >= has.nmant
+    )
 
 
 def is_recomputed(eqn: Any) -> bool:

@@ -54,6 +54,17 @@ class AnnotationResolver:
         # same, and a data-varying value is never split over `data`.
         return target.without(["data"]) if target is not None and versions.data_varying else target
 
+    def ahead(self, eqn: Any, value: ShardedValue) -> TensorSharding | None:
+        """Return the sharding that a value gets by an annotation further on, or None."""
+        versions, params = ValueVersions(value), eqn.params
+        if eqn.primitive.name != "annotate":
+            target = self._pinned(versions, params["sharding"].spec)
+        elif isinstance(params["tag"], Named | Split) and not params["transposed"]:
+            target = self._forward(versions, params["tag"], params["batch"])
+        else:
+            target = None
+        return target
+
     def _target(
         self, versions: ValueVersions, *, tag: Tag, batch: tuple[int, ...], transposed: bool
     ) -> TensorSharding | None:

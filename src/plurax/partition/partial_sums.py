@@ -19,7 +19,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from plurax.jaxpr.compat import LINEAR
+from plurax.jaxpr.compat import is_linear
 from plurax.jaxpr.interpret import variables
 
 _MOVES = frozenset(["reduce_sum", "reshape", "squeeze", "transpose"])
@@ -58,7 +58,7 @@ def _linear(eqn: Any, place: int) -> bool:
     name = eqn.primitive.name
     if sum(other is eqn.invars[place] for other in eqn.invars) > 1:
         return False
-    if name in LINEAR or name in _MOVES or name in ("gather", "div"):
+    if is_linear(eqn) or name in _MOVES or name in ("gather", "div"):
         return place == 0
     if name == "select_n":
         return place > 0

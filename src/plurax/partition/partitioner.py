@@ -54,6 +54,7 @@ from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.branches import Branches, cpu_branch
 from plurax.partition.buckets import Gathers, computed_at, together
+from plurax.partition.lookahead import Lookahead
 from plurax.partition.loops import Loop, While
 from plurax.partition.manual import eval_manual_body
 from plurax.partition.operators import RULES, by_default, by_own_rows
@@ -177,6 +178,7 @@ class Partitioner(Resharder):
         if self._gathers_parameters(known):
             gathers = Gathers(self, eqns, here, once=self.over_layers)
         readers, less = count_readers(eqns, results), shrinking(eqns, results)
+        lookahead = Lookahead(eqns, here, self._annotations.ahead)
 
         def read(atom: Any) -> ValueVersions:
             versions = self.constant(atom.val) if isinstance(atom, Literal) else here[atom]
@@ -197,7 +199,8 @@ class Partitioner(Resharder):
                 gathered = gathers.before(index, here, self._dependency(eqn, inputs))
             with self._executor.context(eqn):
                 outputs = self._equation(eqn, inputs, goals, readers, less, gathered)
-            here.update(zip(eqn.outvars, outputs, strict=True))
+            for var, versions in zip(eqn.outvars, outputs, strict=True):
+                here[var] = lookahead.of(var, versions)
         del self._calls[inside:]
         self._met = outer
         values = [read(atom) for atom in results]

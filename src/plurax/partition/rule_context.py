@@ -86,12 +86,31 @@ class RuleContext:
     def reduced(self, versions: ValueVersions) -> TensorSharding:
         """Return the sharding of the first version that is no partial sum.
 
-        If there is none, that of the first version, reduced.
+        If there is none, that of the first version, reduced to where it is met split further on.
         """
         for value in versions.values:
             if not value.sharding.partial:
                 return value.sharding
-        return TensorSharding(self.first(versions).sharding.dims)
+        whole = TensorSharding(self.first(versions).sharding.dims)
+        options = [whole, *self._scattered(versions)]
+        return min(options, key=lambda option: self.cost(versions, option))
+
+    def _scattered(self, versions: ValueVersions) -> list[TensorSharding]:
+        """Return the shardings to which a partial sum is reduce-scattered, by what follows on it.
+
+        Over `data` and `context` the rows and tokens of a value are split as they are.
+        """
+        if versions.deferred is not None:
+            return []
+        now = versions.value.sharding
+        axes = now.partial.difference(REPLICAS)
+        options = []
+        for sharding in versions.ahead() if axes else ():
+            dims = zip(now.dims, sharding.dims, strict=True)
+            both = TensorSharding(tuple((*e, *(a for a in to if a in axes)) for e, to in dims))
+            if both.axes != now.axes and not both.indivisible_dims(versions.shape, self.axes.sizes):
+                options.append(both)
+        return options
 
     def is_filled(self, value: ShardedValue) -> bool:
         """Whether devices do not divide a dim of a value, whose last shards are filled up."""

@@ -177,11 +177,13 @@ class ValueVersions:
 
     **Attributes:** `values`, the versions, the first one as computed; `with_halos`, what devices
     read of them, their neighbours' places too; `pinned`, whether the plan pins this sharding for
-    its reader.
+    its reader; `ahead`, of a partial sum, the shardings in which it is met further on
+    (`lookahead.py`).
     """
 
     def __init__(self, value: Output, *, pinned: bool = False) -> None:
         self.pinned = pinned
+        self.ahead: Callable[[], Sequence[TensorSharding]] = tuple
         self._deferred = value if isinstance(value, DeferredValue) else None
         self.values = [] if isinstance(value, DeferredValue) else [value]
         self.with_halos: dict[Any, ShardedValue] = {}

@@ -42,12 +42,12 @@ from plurax.execute.initial_state import initial
 from plurax.execute.placement import leading_dim
 from plurax.execute.rows import abstract_rows
 from plurax.jaxpr.compat import (
-    LINEAR,
     REMAT,
     Scan,
     call_operands,
     called_jaxpr,
     is_call_or_remat,
+    is_linear,
     is_recomputed,
 )
 from plurax.jaxpr.interpret import holds
@@ -423,7 +423,7 @@ class _GraphBuilder:
         if name in ("annotate", "sharding_constraint"):
             return self._annotation(eqn, inputs[0], path, trips)
         tensors = [_tensor(var.aval) for var in eqn.outvars]
-        if inputs and inputs[0].tensor.zero and (name in LINEAR or name == "broadcast_in_dim"):
+        if inputs and inputs[0].tensor.zero and (is_linear(eqn) or name == "broadcast_in_dim"):
             return [self.value(dataclasses.replace(one, zero=True)) for one in tensors]
         outputs = [self.value(one) for one in tensors]
         strategies = self._finder.of(eqn, [value.tensor for value in inputs])

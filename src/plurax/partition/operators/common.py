@@ -127,6 +127,7 @@ def common_sharding(
     known = [one for one in ranked if not one.deferred]
     # Partial sums are candidates in their reduced form.
     options = {TensorSharding(value.sharding.dims) for one in known for value in one.values}
+    options |= {context.reduced(one) for one in known}
     shape = [max(sizes) for sizes in zip(*(one.shape for one in ranked), strict=True)]
     options |= {one.deferred.free for one in ranked if one.deferred and one.deferred.free}
     if not options:

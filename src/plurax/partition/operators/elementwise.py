@@ -16,7 +16,9 @@ one is all-reduced at once; other reductions replicate the dim first.
     max(c, axis=1)        (None)                    maxima of 16 columns, then all-reduce (max)
 """
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +27,7 @@ from jax import lax
 from jaxtyping import Array
 
 from plurax.jaxpr.block_arrays import neutral as of_extreme
-from plurax.jaxpr.compat import LINEAR
+from plurax.jaxpr.compat import is_linear
 from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import (
     can_stay_partial,
@@ -49,8 +51,12 @@ def elementwise(
 ) -> Decision | DeferredValue:
     """Reshard all operands to the sharding that sends the fewest bytes."""
     aval = eqn.outvars[0].aval
-    if eqn.primitive.name in LINEAR and inputs[0].is_zero:
+    if is_linear(eqn) and inputs[0].is_zero:
         return context.zeros(tuple(aval.shape), aval.dtype)
+    deferred = inputs[0].deferred
+    if deferred and is_linear(eqn) and not (deferred.repeats or deferred.flattened):
+        decide = functools.partial(_of_created, eqn=eqn)
+        return dataclasses.replace(deferred, dtype=aval.dtype, decide=decide, sources=(inputs[0],))
     kept = _kept_partial(context, eqn, inputs)
     target = common_sharding(context, inputs, kept)
     operands = []
@@ -60,6 +66,24 @@ def elementwise(
         dims = fitting(versions, target, aval.shape).dims
         operands.append(Operand(versions, (TensorSharding(dims, kept if stays else frozenset()),)))
     return decided(context, eqn, inputs, operands, TensorSharding(target.dims, kept))
+
+
+def _of_created(
+    context: RuleContext, sources: Sequence[ValueVersions], wanted: TensorSharding, *, eqn: Any
+) -> Decision:
+    """Decide on a linear operation on a value that is created as its result is wanted.
+
+    The gradient of a table of bfloat16 is cast: scattered into the shard of its parameter first.
+    """
+    (versions,) = sources
+    deferred = versions.deferred
+    if deferred is None:
+        have = context.cheapest(versions, TensorSharding(wanted.dims)).sharding
+    else:
+        have = deferred.decide(context, deferred.sources, wanted).outputs[0].sharding
+    if not _rounds_only(eqn):
+        have = TensorSharding(have.dims)
+    return decided(context, eqn, sources, [Operand(versions, (have,))], have)
 
 
 def _kept_partial(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> frozenset[str]:
@@ -85,7 +109,7 @@ def _kept_partial(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -
             if not (one.deferred and one.deferred.zero)
         ]
         common = real[0] if real and all(axes == real[0] for axes in real) else frozenset()
-    elif name in LINEAR or (name == "div" and not sums[1] and _rounds_only(eqn)):
+    elif is_linear(eqn) or (name == "div" and not sums[1] and _rounds_only(eqn)):
         common = sums[0]
     elif name == "mul" and bool(sums[0]) != bool(sums[1]):
         common = sums[0] | sums[1]
