@@ -197,6 +197,7 @@ def test_heads_split_over_tensor_are_exchanged_too(attention):
     assert sent(program).keys() == {"all-to-all", "collective-permute"}
 
 
+@pytest.mark.ci
 def test_flash_attention_in_pallas_is_split_too():
     """1,024 tokens in shares of 128, which are the fewest that its blocks have."""
 
@@ -402,6 +403,7 @@ def test_any_plan_equals_one_device(as_equations, name):
     assert models.max_rel_error(ours, as_equations) < 1e-10
 
 
+@pytest.mark.ci
 def test_members_equal_those_by_equations():
     three = px.Members(3)
     plan = px.Plan(member=3, context=2, stream=8, **RING)
