@@ -69,7 +69,7 @@ def load(path: str | Path) -> tuple[Callable[..., Experiment], Report | None]:
     path = Path(path)
     if not path.is_file():
         raise errors.ExperimentError(
-            f"{path}: no such file; give a Python file that defines experiment()."
+            f"{path}: no such file; give one that defines experiment(), or the folder of a run."
         )
     # As `python FILE` has it, so that a module beside FILE can be imported, now and later.
     folder = str(path.resolve().parent)

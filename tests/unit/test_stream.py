@@ -438,6 +438,10 @@ def only_large_weights(p, q, k, v):
     return summed(jnp.where(weights > 0.1, weights, 0), v)
 
 
+def less_than_a_share(p, q, k, v):
+    return summed(jax.nn.softmax(scores(q, k)) - 0.1, v)
+
+
 def heads_mixed_behind(p, q, k, v):
     return summed(jnp.einsum("mn,bnts->bmts", p["mix"], jax.nn.softmax(scores(q, k))), v)
 
@@ -496,6 +500,7 @@ REFUSED = {
     queries_mixed_with_keys: "add at .* it mixes keys with queries",
     squared_weights: "integer_pow at .* what it computes is no softmax of its operands",
     only_large_weights: "gt at .* what it computes is no softmax of its operands",
+    less_than_a_share: "sub at .* weights of two softmaxes are multiplied with the values first",
     heads_mixed_behind: "dot_general at .* it sums weights of several softmaxes",
     weights_returned: "nothing reduces the dim of what it computes",
     the_maximum_used: "the maximum is in a result",

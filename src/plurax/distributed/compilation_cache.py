@@ -31,9 +31,9 @@ def check_cache() -> None:
         raise errors.PlanError(
             f"JAX's compilation cache is on ({directory}), and a program for several CPU devices "
             "that XLA loads from it computes wrong numbers: its collectives receive each other's "
-            "data. Call plurax.virtual_devices(...) before any other use of JAX, which prevents "
-            f"it; or start with XLA_FLAGS={ONE_AT_A_TIME}; or turn the cache off with "
-            'jax.config.update("jax_enable_compilation_cache", False). Only CPU devices are '
+            "data. Turn the cache on before plurax.virtual_devices(...), and call that before any "
+            f"other use of JAX; or start with XLA_FLAGS={ONE_AT_A_TIME}; or turn the cache off "
+            'with jax.config.update("jax_enable_compilation_cache", False). Only CPU devices are '
             "affected."
         )
 

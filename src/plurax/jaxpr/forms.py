@@ -154,7 +154,8 @@ class Forms:
                 for form, atom in zip(forms, eqn.invars, strict=True)
             ):
                 return first
-        raise NotFollowedError(eqn, "it adds to weights what is none, or to a statistic")
+        way = "weights of two softmaxes are multiplied with the values first, w @ v - u @ v"
+        raise NotFollowedError(eqn, f"it adds to weights what is none, or to a statistic; {way}")
 
     def _scaled(self, eqn: Any, forms: list[Form | None], statistics: list[int]) -> Form:
         """Return the form of a product or a quotient."""

@@ -259,8 +259,7 @@ def scatter_add(
     if table.deferred is None or not table.deferred.zero:
         have = _split_table(context, eqn, inputs)
         return _rows_added(context, inputs, have, eqn=eqn, path=(have,), terms=terms)
-    added = functools.partial(_rows_added, eqn=eqn, terms=terms)
-    return _deferred(context, eqn, inputs, added)
+    return _deferred(context, eqn, inputs, functools.partial(_rows_added, eqn=eqn, terms=terms))
 
 
 def scatter(
