@@ -398,7 +398,10 @@ MISTAKEN = [
     ({"n": DATES - DATES[0]}, "dtype timedelta64[D], which no device can hold. Convert dur"),
     ({"n": np.zeros(2, [("a", "f4")])}, "which no device can hold. Give each field of a"),
     (np.array(["a", "b"]), "the batch has dtype <U1, which no device can hold."),
-    ({"n": np.ones(2, jnp.uint4)}, "batch[n] has dtype uint4, and JAX gives programs on a mesh of"),
+    (
+        {"n": np.ones(2, jnp.uint4)},
+        "batch[n] has dtype uint4, and JAX gives no arrays of less than a byte",
+    ),
 ]
 
 

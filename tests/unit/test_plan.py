@@ -363,7 +363,7 @@ def test_a_cache_that_mixes_collectives_is_refused(monkeypatch):
     assert found.mesh.size == 2
     monkeypatch.setenv("XLA_FLAGS", "")
     with pytest.raises(
-        px.errors.PlanError, match=r"its collectives receive each other's data\. Call plurax"
+        px.errors.PlanError, match=r"receive each other's data\. Turn the cache on before plura"
     ):
         px.compile(models.mlp_task(), models.optimizer(), px.Plan(data=2), models.data(8))
     px.compile(models.mlp_task(), models.optimizer(), px.Plan(), models.data(8))

@@ -129,7 +129,10 @@ def common_sharding(
     options = {TensorSharding(value.sharding.dims) for one in known for value in one.values}
     options |= {context.reduced(one) for one in known}
     shape = [max(sizes) for sizes in zip(*(one.shape for one in ranked), strict=True)]
-    options |= {one.deferred.free for one in ranked if one.deferred and one.deferred.free}
+    free = {one.deferred.free for one in ranked if one.deferred and one.deferred.free}
+    # A device's own rows cannot be split over `data`, as a parameter that is repeated may be.
+    varies = any(one.data_varying for one in known)
+    options |= {option for option in free if not (varies and "data" in option.axes)}
     if not options:
         return TensorSharding.replicated(rank)
     if len(options) == 1:
