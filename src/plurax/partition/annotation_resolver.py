@@ -58,12 +58,10 @@ class AnnotationResolver:
         """Return the sharding that a value gets by an annotation further on, or None."""
         versions, params = ValueVersions(value), eqn.params
         if eqn.primitive.name != "annotate":
-            target = self._pinned(versions, params["sharding"].spec)
-        elif isinstance(params["tag"], Named | Split) and not params["transposed"]:
-            target = self._forward(versions, params["tag"], params["batch"])
-        else:
-            target = None
-        return target
+            return self._pinned(versions, params["sharding"].spec)
+        if isinstance(params["tag"], Named | Split) and not params["transposed"]:
+            return self._forward(versions, params["tag"], params["batch"])
+        return None
 
     def _target(
         self, versions: ValueVersions, *, tag: Tag, batch: tuple[int, ...], transposed: bool
