@@ -366,6 +366,32 @@ def test_tiles_are_filled_up_and_memory_on_the_chip_takes_nothing():
     assert held(body, "f32[]") == {"tiled": 512 * 128 * 2 / 2**20, "start": 1}
 
 
+def test_attributes_with_line_breaks_are_of_one_instruction():
+    """As a kernel in Pallas writes them that describes itself in JSON."""
+    module = parse(
+        """
+%body (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", kernel_metadata={
+"metadata":"{\\"block_q\\": 128}"
+}}, metadata={op_name="jit(step)/kernel"}
+  ROOT %r = f32[8]{0} all-reduce(%k), replica_groups={{0,1}}, to_apply=%add
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %c = f32[8]{0} call(%x), to_apply=%body
+}
+"""
+    )
+    kernel = module.computations["body"][1]
+    assert kernel.op_name == "jit(step)/kernel"
+    assert [one.opcode for one in module.computations["body"]] == [
+        "parameter", "custom-call", "all-reduce"
+    ]  # fmt: skip
+    assert [one.opcode for one in module.computations["main"]] == ["parameter", "call"]
+
+
 def test_the_line_of_an_instruction():
     text = """HloModule jit_f, is_scheduled=true
 

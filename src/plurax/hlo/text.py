@@ -138,7 +138,10 @@ def _constant(instruction: Instruction | None) -> int | None:
 
 
 def parse(text: str) -> Module:
-    """Parse the text of a compiled program."""
+    """Parse the text of a compiled program.
+
+    Attributes of a kernel may hold line breaks: what is no instruction belongs to the one before.
+    """
     computations: dict[str, list[Instruction]] = {}
     instructions: list[Instruction] | None = None
     entry = ""
@@ -147,10 +150,13 @@ def parse(text: str) -> Module:
         if header:
             instructions = computations.setdefault(header[2], [])
             entry = header[2] if header[1] else entry
-        elif line.startswith("}"):
+        elif re.match(r"\}(?!\})", line):
             instructions = None
         elif instructions is not None and (instruction := _instruction(line)) is not None:
             instructions.append(instruction)
+        elif instructions:
+            last = instructions.pop()
+            instructions.append(dataclasses.replace(last, attributes=f"{last.attributes}\n{line}"))
     assert entry, "compiled text without an entry computation"
     return Module(computations, entry, _frames(text))
 
