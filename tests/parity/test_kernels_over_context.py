@@ -27,6 +27,7 @@ import plurax as px
 from plurax.errors import StreamWarning
 from plurax.jaxpr.attention_kernels import (
     PallasFlash,
+    Splash,
     attend_backward_p,
     attend_p,
     attention_dims,
@@ -36,6 +37,8 @@ from plurax.jaxpr.interpret import all_equations
 
 cudnn = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
 flash = importlib.import_module("jax.experimental.pallas.ops.tpu.flash_attention")
+splash = importlib.import_module(Splash.LIBRARY)
+masks = importlib.import_module(Splash.LIBRARY.replace("_kernel", "_mask"))
 
 ROWS, HEADS, SIZE = 4, whole.HEADS, whole.SIZE
 STRATEGIES = ("ring", "gather", "heads", "heads+ring")
@@ -51,6 +54,8 @@ def scores_of(q, k, kernel):
     q, k = (x if kernel.heads_first else x.swapaxes(-2, -3) for x in (q, k))
     k = jnp.repeat(k, q.shape[-3] // k.shape[-3], -3)
     scores = jnp.einsum("...th,...sh->...ts", q, k) * kernel.scale
+    if cap := dict(getattr(kernel, "params", ())).get("attn_logits_soft_cap"):
+        scores = cap * jnp.tanh(scores / cap)
     if not kernel.causal:
         return scores
     return jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
@@ -109,6 +114,22 @@ def of_cudnn(q, k, v, *, causal, heads_first=False, window=None, scale=SIZE**-0.
     return cudnn.dot_product_attention(
         q, k, v, scale=scale, mask_type=mask, qkv_layout=layout, sliding_window_length=window
     )
+
+
+def of_flash(q, k, v, *, scale=SIZE**-0.5):
+    return flash.flash_attention(q, k, v, causal=True, sm_scale=scale)
+
+
+def of_splash(q, k, v, *, scale=SIZE**-0.5, mask=masks.CausalMask, **more):
+    """Splash attention as MaxText calls it: one example, whose queries are scaled before."""
+    heads, tokens = q.shape[-3:-1]
+    kernel = splash.make_splash_mha(
+        masks.MultiHeadMask([mask((tokens, tokens))] * heads), head_shards=1, q_seq_shards=1, **more
+    )
+    return jax.vmap(kernel)(q * jnp.asarray(scale, q.dtype), k, v)
+
+
+PALLAS = pytest.mark.parametrize("attention", [of_flash, of_splash])
 
 
 def written_out(q, k, v, *, causal, heads_first=False):
@@ -198,12 +219,9 @@ def test_heads_split_over_tensor_are_exchanged_too(attention):
 
 
 @pytest.mark.ci
-def test_flash_attention_in_pallas_is_split_too():
+@PALLAS
+def test_a_kernel_in_pallas_is_split_too(attention):
     """1,024 tokens in shares of 128, which are the fewest that its blocks have."""
-
-    def attention(q, k, v):
-        return flash.flash_attention(q, k, v, causal=True, sm_scale=SIZE**-0.5)
-
     with jax.enable_x64(False):
         plan = px.Plan(context=2, stream=8, context_strategy="ring")
         ours, program = trained(task_of(attention, heads_first=True), plan, 1024)
@@ -213,12 +231,9 @@ def test_flash_attention_in_pallas_is_split_too():
     assert {one.kind for one in program.collectives()} == {"collective-permute", "all-reduce"}
 
 
-def test_heads_of_flash_attention_in_pallas_are_split():
+@PALLAS
+def test_heads_of_a_kernel_in_pallas_are_split(attention):
     """Under `tensor`: nothing is gathered, and heads that are summed are added up."""
-
-    def attention(q, k, v):
-        return flash.flash_attention(q, k, v, causal=True, sm_scale=SIZE**-0.5)
-
     heads = dict.fromkeys("qkv", (None, "tensor", None)) | {"o": ("tensor", None, None)}
     with jax.enable_x64(False):
         plan = px.Plan(data=2, tensor=2, zero=1, shardings=heads)
@@ -230,8 +245,23 @@ def test_heads_of_flash_attention_in_pallas_are_split():
     assert kinds == {"all-reduce"}
 
 
+FUSED = splash.BlockSizes(
+    block_q=256, block_kv=256, block_kv_compute=128, block_q_dkv=128, block_kv_dkv=256,
+    block_kv_dkv_compute=128, use_fused_bwd_kernel=True,
+)  # fmt: skip
+
+
 @pytest.mark.ci
-def test_flash_attention_in_pallas_is_what_its_definition_says():
+@pytest.mark.parametrize(
+    ("attention", "key_heads"),
+    [
+        (of_flash, HEADS),
+        (of_splash, 2),
+        (functools.partial(of_splash, attn_logits_soft_cap=2.0, block_sizes=FUSED), HEADS),
+    ],
+    ids=["flash", "splash", "splash, capped and fused"],
+)
+def test_a_kernel_in_pallas_is_what_its_definition_says(attention, key_heads):
     """In Pallas' interpreter: forward, and backward on each half of the keys with the log-sum-exp
     of all; of 1e30 each gradient is zero."""
     from jax.experimental.pallas import tpu as pltpu  # a second to import
@@ -239,7 +269,8 @@ def test_flash_attention_in_pallas_is_what_its_definition_says():
     numbers = np.random.default_rng(0).normal(size=(4, 1, HEADS, 256, 128)).astype(np.float32)
     with jax.enable_x64(False), pltpu.force_tpu_interpret_mode():
         q, k, v, gradient = map(jnp.asarray, numbers)
-        causal = flash_kernel(q, k, v)
+        q, k, v = 0.1 * q, k[:, :key_heads], v[:, :key_heads]
+        causal = the_kernel(attention, q, k, v)
         for kernel in (causal, causal.whole()):
             for one, other in zip(
                 kernel.forward(q, k, v), by_definition(q, k, v, kernel=kernel), strict=True
@@ -259,12 +290,13 @@ def test_flash_attention_in_pallas_is_what_its_definition_says():
         assert not any(np.any(np.asarray(one)) for one in nothing)
 
 
-def flash_kernel(q, k, v):
-    def attention(q, k, v):
-        return flash.flash_attention(q, k, v, causal=True, sm_scale=0.1)
+def kernels_in(attention, *arrays):
+    kernels = map(kernel_of, all_equations(jax.make_jaxpr(attention)(*arrays).jaxpr))
+    return [one for one in kernels if one is not None]
 
-    kernels = map(kernel_of, all_equations(jax.make_jaxpr(attention)(q, k, v).jaxpr))
-    (kernel,) = (one for one in kernels if one is not None)
+
+def the_kernel(attention, *arrays):
+    (kernel,) = kernels_in(functools.partial(attention, scale=1.0), *arrays)
     return kernel
 
 
@@ -304,27 +336,61 @@ def test_examples_one_by_one(strategy):
     ("axes", "found"), [((0, 0, 0, 0), True), ((1, 1, 1, 1), False), ((1, 1, 1, 0), False),
                         ((0, None, None, 0), False), ((2, 2, 2, 2), False)]
 )  # fmt: skip
-def test_rows_of_flash_attention_stand_in_front(axes, found):
-    """Else its kernel is left whole: Pallas puts the rows of results first."""
+@PALLAS
+def test_rows_of_a_kernel_in_pallas_stand_in_front(attention, axes, found):
+    """Else it is left whole: Pallas puts the rows of results first."""
     *inside, out = axes
-
-    def attention(q, k, v):
-        return flash.flash_attention(q, k, v, causal=True)
-
     arrays = [
         jnp.zeros((1, 2, 128, 128) if dim is None else shape_with(3, dim), jnp.float32)
         for dim in inside
     ]
     batched = jax.vmap(attention, tuple(inside), out)
     with jax.enable_x64(False):
-        kernels = map(kernel_of, all_equations(jax.make_jaxpr(batched)(*arrays).jaxpr))
-        assert any(one is not None for one in kernels) == found
+        assert bool(kernels_in(batched, *arrays)) == found
 
 
 def shape_with(size, dim):
     shape = [1, 2, 128, 128]
     shape.insert(dim, size)
     return shape
+
+
+def local(shape):
+    return masks.LocalMask(shape, (64, 0), 0)
+
+
+def later(shape):
+    return masks.CausalMask(shape, offset=1)
+
+
+def by_numbers(shape):
+    return masks.NumpyMask(np.tril(np.ones(shape, bool)))
+
+
+@pytest.mark.parametrize(
+    ("mask", "known"),
+    [(masks.CausalMask, True), (masks.FullMask, False), (local, False), (later, False),
+     (by_numbers, False)],
+)  # fmt: skip
+def test_splash_attention_is_known_by_its_mask(mask, known):
+    """Of others only arrays say what they hide."""
+    with jax.enable_x64(False):
+        q = jnp.zeros((1, 2, 256, 128), jnp.float32)
+        kernels = kernels_in(functools.partial(of_splash, mask=mask), q, q, q)
+    assert [kernel.causal for kernel in kernels] == [True] * known
+
+
+def test_splash_attention_with_a_mask_in_another_order_is_left():
+    """As the balanced order of tokens is written by hand."""
+
+    def reversed_rows(shape):
+        mask = masks.CausalMask(shape)
+        mask.q_sequence = mask.q_sequence[::-1]
+        return mask
+
+    with jax.enable_x64(False):
+        q = jnp.zeros((1, 2, 256, 128), jnp.float32)
+        assert not kernels_in(functools.partial(of_splash, mask=reversed_rows), q, q, q)
 
 
 def test_kernels_of_other_sizes_are_left_as_they_are():
@@ -420,7 +486,7 @@ WHOLE = "is computed with all tokens on each device, because"
     ("attention", "devices", "reason"),
     [
         (lambda q, k, v: of_cudnn(q, k, v, causal=True, window=8), 2,
-         "it has a bias, segments, lengths of rows, dropout, a window, or mapped rows"),
+         "it has a bias, segments, lengths of rows, dropout, a window or another mask"),
         (lambda q, k, v: of_cudnn(q, k[:, :30], v[:, :30], causal=True), 2,
          "its causal mask is one of 32 queries and 30 keys"),
         (lambda q, k, v: of_cudnn(q, k[:, :30], v[:, :30], causal=False), 4,

@@ -13,22 +13,25 @@ any number of dims may stand in front of them.
     `Cudnn`                   `jax.nn.dot_product_attention(                      B, T, N, H
                               implementation="cudnn")`                            or B, N, T, H
     `PallasFlash`, on TPUs    `jax.experimental.pallas.ops.tpu.flash_attention`   B, N, T, H
+    `Splash`, on TPUs         `...tpu.splash_attention.make_splash_mha(...)`      N, T, H
 
-Both are found by the function that a `jax.custom_vjp` differentiates. Sources: JAX's
-`cudnn/fused_attention_stablehlo.py` and `pallas/ops/tpu/flash_attention.py`; Dao 2023,
-"FlashAttention-2", https://arxiv.org/abs/2307.08691, section 3.
+All are found by the function that a `jax.custom_vjp` differentiates. Sources: JAX's
+`cudnn/fused_attention_stablehlo.py`, `pallas/ops/tpu/flash_attention.py` and `splash_attention`;
+Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691, section 3.
 """
 
 import abc
 import dataclasses
 import functools
 import importlib
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
@@ -164,7 +167,6 @@ class PallasFlash(AttentionKernel):
     block_sizes: Any
 
     LIBRARY = "jax.experimental.pallas.ops.tpu.flash_attention"
-    LANES = 128  # blocks are multiples of it
 
     @classmethod
     def of(cls, eqn: Any) -> "PallasFlash | None":
@@ -174,34 +176,15 @@ class PallasFlash(AttentionKernel):
             return None
         function, constants = derivative
         known = (cls.LIBRARY, "_flash_attention_bwd")
-        if (function.__module__, function.__name__) != known or not cls._has_rows_in_front(eqn):
+        if (function.__module__, function.__name__) != known or not _has_rows_in_front(eqn):
             return None
         _, causal, scale, block_sizes, _ = constants
         return cls(causal, scale, True, block_sizes)
 
-    @staticmethod
-    def _has_rows_in_front(eqn: Any) -> bool:
-        """Whether the dims that `jax.vmap` added, along which blocks are squeezed, are the same in
-        queries, keys, values and results, and stand before the heads."""
-        calls = open_jaxpr(eqn.params["call_jaxpr"])[0].eqns
-        if [one.primitive.name for one in calls] != ["pallas_call"]:
-            return False
-        mappings = calls[0].params["grid_mapping"].block_mappings[:4]
-        added = {
-            tuple(d for d, of in enumerate(one.block_shape) if type(of).__name__ == "Squeezed")
-            for one in mappings
-        }
-        rows = {shape_of(atom)[:-3] for atom in (*eqn.invars, *eqn.outvars)}
-        return len(added) == len(rows) == 1 and max(*added.pop(), -1, -1) < len(rows.pop())
-
     def reason_against(self, queries: int, keys: int) -> str | None:
         """Blocks are of 128 tokens, or of a multiple."""
-        if queries % self.LANES or keys % self.LANES:
-            return f"its blocks are of {self.LANES} tokens, and a part would have {queries}"
-        if any(size % self.LANES for name, size in vars(self.block_sizes).items()
-               if size is not None and name != "block_b"):  # fmt: skip
-            return f"its blocks are no multiples of {self.LANES} tokens"
-        return None
+        sizes = {name: size for name, size in vars(self.block_sizes).items() if name != "block_b"}
+        return _reason_against_blocks(sizes, queries, keys)
 
     def _sizes(self, queries: int, keys: int) -> Any:
         """Return block sizes that divide so many queries and keys."""
@@ -210,11 +193,10 @@ class PallasFlash(AttentionKernel):
         for name in sorted(vars(self.block_sizes), key=lambda name: "major" not in name):
             size = getattr(self.block_sizes, name)
             if name != "block_b" and size is not None:
-                tokens = queries if "_q" in name else keys
-                outer = sizes.get(name.replace("block_q", "block_q_major"), tokens)
-                outer = sizes.get(name.replace("block_k", "block_k_major"), outer)
-                fitting = range(self.LANES, min(size, outer) + 1, self.LANES)
-                size = max(block for block in fitting if outer % block == 0)
+                outer = queries if "_q" in name else keys
+                for inner in ("block_q", "block_k"):
+                    outer = sizes.get(name.replace(inner, f"{inner}_major"), outer)
+                size = _fitting(size, outer)
             sizes[name] = size
         return dataclasses.replace(self.block_sizes, **sizes | {"block_b": 1})
 
@@ -238,6 +220,149 @@ class PallasFlash(AttentionKernel):
         return dq, dk, dv
 
 
+@final
+@dataclasses.dataclass(frozen=True)
+class Splash(AttentionKernel):
+    """JAX's splash attention for TPUs, written in Pallas, which skips blocks that its mask hides.
+
+    It does not scale scores. Its mask comes as a function beside arrays that say which blocks are
+    hidden; those of parts are computed anew.
+
+    **Fields:** `block_sizes`, for the whole; parts get the nearest that divide them; `params`, the
+    other constants of a call.
+    """
+
+    block_sizes: Any
+    params: tuple[tuple[str, Any], ...]
+
+    LIBRARY = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
+    KEPT = ("mask_value", "attn_logits_soft_cap", "interpret")
+
+    @classmethod
+    def of(cls, eqn: Any) -> "Splash | None":
+        """Return the kernel that a call with a causal mask is, of all heads.
+
+        Before queries, keys and values stand the arrays of the mask; behind them may stand
+        segments. Of other masks only the arrays say what is hidden, and these are not known.
+        """
+        derivative = derivative_of(eqn)
+        if derivative is None:
+            return None
+        function, constants = derivative
+        if (function.__module__, function.__name__) != (cls.LIBRARY, "_splash_attention_bwd"):
+            return None
+        params = dict(zip(inspect.signature(function).parameters, constants, strict=False))
+        operands = operands_of(eqn)
+        if params["is_mqa"] or operands != eqn.invars[-3:] or not _has_rows_in_front(eqn):
+            return None
+        if not cls._is_causal(params["mask_function"], operands):
+            return None
+        kept = tuple((name, params[name]) for name in cls.KEPT)
+        return cls(True, 1.0, True, params["block_sizes"], kept)
+
+    @staticmethod
+    def _is_causal(function: Any, operands: Sequence[Any]) -> bool:
+        """Whether a mask's function is that of a `CausalMask` of all tokens in their order."""
+        mask: Any = function and inspect.getclosurevars(function).nonlocals.get("self")
+        if type(mask).__name__ != "CausalMask" or mask.offset:
+            return False
+        queries, keys = (shape_of(atom)[-2] for atom in operands[:2])
+        return mask.shape == (queries, keys) and np.array_equal(mask.q_sequence, range(queries))
+
+    def reason_against(self, queries: int, keys: int) -> str | None:
+        """Blocks are of 128 tokens, or of a multiple."""
+        return _reason_against_blocks(self._blocks(), queries, keys)
+
+    def _blocks(self) -> dict[str, int]:
+        fields = dataclasses.asdict(self.block_sizes).items()
+        return {name: size for name, size in fields if name.startswith("block_") and size}
+
+    def _kernel(self, heads: int, queries: int, keys: int) -> Any:
+        """Return the library's kernel for so many queries and keys, its mask in `*_mask_info`."""
+        sizes: dict[str, int] = {}
+        # What is computed at a time divides the block it is of, which comes first.
+        for name, size in sorted(self._blocks().items(), key=lambda pair: len(pair[0])):
+            outer = queries if "_q" in name else keys
+            sizes[name] = _fitting(size, sizes.get(name.removesuffix("_compute"), outer))
+        masks = importlib.import_module(self.LIBRARY.replace("_kernel", "_mask"))
+        mask = (masks.CausalMask if self.causal else masks.FullMask)((queries, keys))
+        return importlib.import_module(self.LIBRARY).make_splash_mha(
+            masks.MultiHeadMask([mask] * heads), head_shards=1, q_seq_shards=1,
+            save_residuals=True, block_sizes=dataclasses.replace(self.block_sizes, **sizes),
+            **dict(self.params),
+        )  # fmt: skip
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        """Call the kernel, with its log-sum-exp."""
+        out, (lse,) = jax.vmap(self._kernel(q.shape[1], q.shape[2], k.shape[2]))(q, k, v)
+        return out, lse
+
+    def backward(
+        self, q: Array, k: Array, v: Array, out: Array, lse: Array, gradient: Array
+    ) -> tuple[Array, Array, Array]:
+        """Call the kernels of the backward pass."""
+        kernel = self._kernel(q.shape[1], q.shape[2], k.shape[2])
+        differentiate = importlib.import_module(self.LIBRARY)._splash_attention_bwd
+        names = list(inspect.signature(differentiate).parameters)[:-2]
+        constants = [kernel.kwargs[name] for name in names]
+
+        def each(q: Array, k: Array, v: Array, out: Array, lse: Array, gradient: Array) -> Any:
+            masks = kernel.dq_mask_info, kernel.dkv_mask_info
+            kept = (q, k, v, None, None, out, lse, *masks)
+            return differentiate(*constants, kept, gradient)[3:6]
+
+        dq, dk, dv = jax.vmap(each)(q, k, v, out, lse, gradient)
+        return dq, dk, dv
+
+
+LANES = 128
+"""Blocks of the kernels in Pallas for TPUs have a multiple of it of tokens."""
+
+
+def _fitting(size: int, outer: int) -> int:
+    """Return the largest block of at most `size` that divides `outer`."""
+    return max(block for block in range(LANES, min(size, outer) + 1, LANES) if outer % block == 0)
+
+
+def _reason_against_blocks(sizes: Mapping[str, int | None], queries: int, keys: int) -> str | None:
+    if queries % LANES or keys % LANES:
+        return f"its blocks are of {LANES} tokens, and a part would have {queries}"
+    if any(size is not None and size % LANES for size in sizes.values()):
+        return f"its blocks are no multiples of {LANES} tokens"
+    return None
+
+
+def _has_rows_in_front(eqn: Any) -> bool:
+    """Whether the dims that `jax.vmap` added are the same in queries, keys, values and the result
+    of a kernel in Pallas, and stand before the heads: its grid has them first, in this order."""
+    inner = all_equations(open_jaxpr(eqn.params["call_jaxpr"])[0])
+    calls = [one for one in inner if one.primitive.name == "pallas_call"]
+    shapes = {shape_of(atom) for atom in (*operands_of(eqn), *eqn.outvars)}
+    if len(calls) != 1 or len({shape[:-3] for shape in shapes}) != 1:
+        return False
+    arrays = {_without_single_rows(shape) for shape in shapes}
+    mappings = calls[0].params["grid_mapping"].block_mappings
+    mapped = [one for one in mappings if _without_single_rows(one.array_aval.shape) in arrays]
+    return len(mapped) >= 4 and all(
+        of.outvars[:rows] == of.invars[:rows]
+        for of, rows in (
+            (one.index_map_jaxpr.jaxpr, len(one.array_aval.shape) - 3) for one in mapped
+        )
+    )
+
+
+def _without_single_rows(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape without dims of one row, which Pallas leaves out."""
+    return (*(size for size in shape[:-3] if size > 1), *shape[-3:])
+
+
+def operands_of(eqn: Any) -> list[Any]:
+    """Return queries, keys and values: the first numbers of a call that have tokens, heads and a
+    width. Masks are no such numbers."""
+    numbers = [a for a in eqn.invars if jnp.issubdtype(a.aval.dtype, jnp.floating)]
+    return [atom for atom in numbers if len(shape_of(atom)) > 2][:3]
+
+
 def kernel_of(eqn: Any) -> AttentionKernel | None:
     """Return the kernel that an equation calls; None for any other equation.
 
@@ -246,7 +371,8 @@ def kernel_of(eqn: Any) -> AttentionKernel | None:
     """
     if eqn.primitive.name != "custom_vjp_call" or eqn.params["num_consts"] or len(eqn.outvars) > 1:
         return None
-    return Cudnn.of(open_jaxpr(eqn.params["call_jaxpr"])[0]) or PallasFlash.of(eqn)
+    cudnn = Cudnn.of(open_jaxpr(eqn.params["call_jaxpr"])[0])
+    return cudnn or PallasFlash.of(eqn) or Splash.of(eqn)
 
 
 def calls_kernel(eqn: Any) -> bool:
@@ -255,7 +381,8 @@ def calls_kernel(eqn: Any) -> bool:
         return False
     inner = all_equations(open_jaxpr(eqn.params["call_jaxpr"])[0])
     derivative = derivative_of(eqn)
-    pallas = derivative is not None and derivative[0].__module__ == PallasFlash.LIBRARY
+    libraries = PallasFlash.LIBRARY, Splash.LIBRARY
+    pallas = derivative is not None and derivative[0].__module__ in libraries
     return pallas or any(one.primitive.name in FORWARD for one in inner)
 
 

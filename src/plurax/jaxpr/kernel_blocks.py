@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from plurax.jaxpr.annotate import over_context
-from plurax.jaxpr.attention_kernels import AttentionKernel, attend, attend_backward
+from plurax.jaxpr.attention_kernels import AttentionKernel, attend, attend_backward, operands_of
 from plurax.jaxpr.block_arrays import stack_blocks, unstack_blocks, wide_dtype
 from plurax.jaxpr.context import Context, own_blocks
 from plurax.jaxpr.equal_dims import shape_of
@@ -62,7 +62,7 @@ class KernelRegion:
 
     def reads(self) -> list[Any]:
         """Return the variables of queries, keys and values."""
-        return list(self.eqn.invars[:3])
+        return operands_of(self.eqn)
 
     @property
     def tokens(self) -> list[int]:
@@ -92,7 +92,7 @@ class KernelRegion:
 
     def _sizes(self, dim: int) -> list[int]:
         """Return the size of a dim of the queries and of the keys."""
-        return [shape_of(atom)[dim] for atom in self.eqn.invars[:2]]
+        return [shape_of(atom)[dim] for atom in self.reads()[:2]]
 
 
 def on_all_keys(kernel: AttentionKernel, *operands: Array) -> Array:

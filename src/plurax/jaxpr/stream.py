@@ -227,7 +227,10 @@ def _kernels(eqns: Sequence[Any], context: Context) -> list[KernelRegion]:
             reason = region.reason_against(context)
             regions += [region] if reason is None else []
         elif calls_kernel(eqn):
-            reason = "it has a bias, segments, lengths of rows, dropout, a window, or mapped rows"
+            reason = (
+                "it has a bias, segments, lengths of rows, dropout, a window or another mask, or "
+                "mapped rows"
+            )
         else:
             continue
         if reason is not None:
