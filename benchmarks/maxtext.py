@@ -3,9 +3,9 @@
     python -m benchmarks.maxtext                 all rows, into benchmarks/results/maxtext.json
     python -m benchmarks.maxtext --plans zero3 data --machines v5e:2x4 --texts FOLDER
 
-Both sides train one network: the decoder of Llama 2 as MaxText configures it, here written in plain
-JAX. Sizes, global batch, remat, dtypes and optimizer are the same; the numbers of parameters are
-compared, and the operations that the compiler counts. Both texts are read by one walk, that of
+Both sides train one network: the decoder of Llama 2 as MaxText configures it, or that of Mixtral
+with its experts, here written in plain JAX. Sizes, global batch, remat, dtypes and optimizer are
+the same; the numbers of parameters are compared. Both texts are read by one walk, that of
 `plurax.analysis.compiled_for`: see `benchmarks.absent`. MaxText needs Python 3.12 and a newer JAX
 than plurax does on 3.11, so both sides run in its environment, which `make bench-maxtext` installs.
 """
@@ -41,6 +41,8 @@ from plurax.targets import Target
 
 GUIDE = ROOT / "docs" / "guides" / "compile-for.md"
 STORED = Path(__file__).parent / "results" / "maxtext.json"
+EXPERTS = ("gate", "up", "down")
+CHOICES = 2
 INSTALL = (
     "MaxText is not installed for {python}: `make bench-maxtext` installs it for Python 3.12, "
     "outside of the checkout, and runs this there"
@@ -60,7 +62,8 @@ class Llama:
     """A decoder of Llama 2 in bfloat16 whose layers are scanned; parameters are float32.
 
     **Fields:** `width` of the residual stream, `hidden` of an MLP, `depth`, `heads` of
-    `width / heads` each, `words` of the vocabulary, `tokens` of an example, `rows` of a device.
+    `width / heads` each, `words` of the vocabulary, `tokens` of an example, `rows` of a device;
+    `experts`, MLPs in a layer of which each token takes `CHOICES`, as Mixtral has; 1: none.
     """
 
     width: int
@@ -70,6 +73,7 @@ class Llama:
     words: int
     tokens: int
     rows: int
+    experts: int = 1
 
     def init(self, key: Any) -> Any:
         """Return the parameters, layers stacked."""
@@ -89,6 +93,9 @@ class Llama:
             "value": (width, heads, size), "out": (heads, size, width),
             "gate": (width, self.hidden), "up": (width, self.hidden), "down": (self.hidden, width),
         }  # fmt: skip
+        if self.experts > 1:
+            shapes |= {name: (self.experts, *shapes[name]) for name in EXPERTS}
+            shapes["router"] = (width, self.experts)
         keys = jax.random.split(key, len(shapes))
         weights = {
             name: jax.random.normal(key, shape) * width**-0.5
@@ -116,6 +123,8 @@ class Llama:
         x = x + jnp.einsum("bthk,hkd->btd", mixed, p["out"].astype(x.dtype))
         x = px.sharding.name(x, "residual")
         h = normed(x, p["norms"][1])
+        if self.experts > 1:
+            return x + mixture(p, h)
         gate, up = (h @ p[name].astype(x.dtype) for name in ("gate", "up"))
         return x + (jax.nn.silu(gate) * up) @ p["down"].astype(x.dtype)
 
@@ -143,10 +152,17 @@ class Llama:
         names = ("inputs", "inputs_position", "inputs_segmentation", "targets")
         return dict.fromkeys((*names, "targets_segmentation"), shape)
 
-    def settings(self) -> dict[str, Any]:
-        """Return MaxText's settings for this network."""
+    def settings(self, attention: str) -> dict[str, Any]:
+        """Return MaxText's settings for this network, with one of its ways to compute attention."""
+        experts = {
+            "num_experts": self.experts,
+            "num_experts_per_tok": CHOICES,
+            "base_moe_mlp_dim": self.hidden,
+            "megablox": False,
+        }
         return {
-            "decoder_block": "llama2",
+            "decoder_block": "llama2" if self.experts == 1 else "mixtral",
+            **(experts if self.experts > 1 else {}),
             "base_emb_dim": self.width,
             "base_mlp_dim": self.hidden,
             "base_num_decoder_layers": self.depth,
@@ -155,7 +171,7 @@ class Llama:
             "head_dim": self.width // self.heads,
             "vocab_size": self.words,
             "max_target_length": self.tokens,
-            "attention": "dot_product",
+            "attention": attention,
         }
 
 
@@ -176,6 +192,19 @@ def rotated(x: jax.Array, positions: jax.Array) -> jax.Array:
     return x * cos + jnp.concatenate([-second, first], -1) * sin
 
 
+def mixture(p: Any, x: jax.Array) -> jax.Array:
+    """Return `(B, T, D)`, each token by its experts: rows sorted, none dropped."""
+    weights, which = jax.lax.top_k(x @ p["router"].astype(x.dtype), CHOICES)
+    weights = jax.nn.softmax(weights.astype(jnp.float32)).astype(x.dtype)
+    order = jnp.argsort(which.reshape(-1))
+    sizes = jnp.bincount(which.reshape(-1), length=p["router"].shape[1])
+    rows = x.reshape(-1, x.shape[-1])[order // CHOICES]
+    gate, up = (jax.lax.ragged_dot(rows, p[name].astype(x.dtype), sizes) for name in ("gate", "up"))
+    y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, p["down"].astype(x.dtype), sizes)
+    y = y[jnp.argsort(order)].reshape(*x.shape[:2], CHOICES, -1)
+    return jnp.einsum("btkd,btk->btd", y, weights)
+
+
 # --- Rows -----------------------------------------------------------------------------------------
 
 SIZES = {
@@ -186,6 +215,14 @@ SIZES = {
 }
 """By machine, sizes that it can train. On v5p they are MaxText's own, with a smaller batch."""
 
+LONG: dict[str, Any] = {"tokens": 8192, "rows": 1}
+MIXED: dict[str, Any] = {"hidden": 2048, "experts": 8, "rows": 4}
+OTHER_SIZES = {"context": LONG, "experts": MIXED}
+"""By plan, what is otherwise than in `SIZES`: longer sequences, or experts."""
+
+AXES = ("data", "fsdp", "context", "tensor", "expert")
+"""MaxText's mesh axes that rows split something over, in its order."""
+
 TOPOLOGIES = {"v5e:2x4": "v5e-8", "v5p:2x2x2": "v5p-16"}
 """Machines by MaxText's names, which count cores."""
 
@@ -195,8 +232,24 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "data": ({}, {"data": 8}),
     "zero1": ({"zero": 1}, {"data": 8, "zero1": True}),
     "tensor": ({"tensor": 4}, {"data": 2, "tensor": 4}),
+    "context": (
+        {"zero": 3, "context": 4, "stream": 1024},
+        {"fsdp": 2, "context": 4, "attention": "flash"},
+    ),
+    "experts": (
+        {
+            "zero": 3,
+            "shardings": {f"layers/{name}": (None, "data", None, None) for name in EXPERTS},
+        },
+        {"expert": 8},
+    ),
 }
 """Fields of plurax's plan, over as many devices as remain, and what MaxText is told."""
+
+
+def model_of(machine: str, name: str) -> Llama:
+    """Return the network of a row."""
+    return dataclasses.replace(SIZES[machine], **OTHER_SIZES.get(name, {}))
 
 
 def make_plan(fields: Mapping[str, Any], devices: int, **more: Any) -> px.Plan:
@@ -214,14 +267,15 @@ def make_plan(fields: Mapping[str, Any], devices: int, **more: Any) -> px.Plan:
             # As MaxText's activations are between the products.
             sequence=["residual"],
         ) | {"table": ("tensor", None)}  # fmt: skip
-    return px.Plan(data=devices // fields.get("tensor", 1), remat="full", **fields)
+    others = fields.get("tensor", 1) * fields.get("context", 1)
+    return px.Plan(data=devices // others, remat="full", **fields)
 
 
 def maxtext_settings(machine: str, model: Llama, told: Mapping[str, Any]) -> list[str]:
     """Return the arguments of MaxText's `train_compile` for a row."""
     pieces = told.get("accumulate", 1)
     settings = {
-        **model.settings(),
+        **model.settings(told.get("attention", "dot_product")),
         "run_name": "plurax",
         "compile_topology": TOPOLOGIES[machine],
         "compile_topology_num_slices": 1,
@@ -233,7 +287,9 @@ def maxtext_settings(machine: str, model: Llama, told: Mapping[str, Any]) -> lis
         "jax_cache_dir": "",
         "ici_data_parallelism": told.get("data", 1),
         "ici_fsdp_parallelism": told.get("fsdp", 1),
+        "ici_context_parallelism": told.get("context", 1),
         "ici_tensor_parallelism": told.get("tensor", 1),
+        "ici_expert_parallelism": told.get("expert", 1),
         "shard_optimizer_over_data": told.get("zero1", False),
     }
     return [f"{name}={value}" for name, value in settings.items()]
@@ -247,7 +303,12 @@ def by_maxtext(machine: str, model: Llama, told: Mapping[str, Any]) -> dict[str,
     arguments = maxtext_settings(machine, model, told)
     with tempfile.TemporaryDirectory() as folder:
         worker = [sys.executable, "-m", "benchmarks.workers.maxtext_compile", folder, *arguments]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+        environment = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        }
         done = subprocess.run(
             worker, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
@@ -256,7 +317,7 @@ def by_maxtext(machine: str, model: Llama, told: Mapping[str, Any]) -> dict[str,
             lines = (done.stdout + done.stderr).strip().splitlines()[-20:]
             raise SystemExit("\n".join(["MaxText's train_compile failed:", *lines]))
         answer: dict[str, Any] = json.loads(answer.read_text())
-    axes = {name: told.get(name, 1) for name in ("data", "fsdp", "tensor")}
+    axes = {name: told.get(name, 1) for name in AXES}
     devices = np.array(Target.of(machine).devices()).reshape(tuple(axes.values()))
     return answer | {"memory": Memory(**answer["memory"]), "mesh": Mesh(devices, tuple(axes))}
 
@@ -285,11 +346,16 @@ def by_plurax(machine: str, model: Llama, fields: Mapping[str, Any]) -> dict[str
 
 
 def figures(compiled: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """Return what is compared of a side: a loop counts as often as it runs, except in `gflop`."""
+    """Return what is compared of a side: a loop counts as often as it runs, except in `gflop`.
+
+    Seconds of a kernel are not known to the compiler: those of its step are None.
+    """
     held = compiled["memory"]
+    unknown = dict.fromkeys(("hidden", "step_ms", "computing_ms"))
     return {
         "arguments_mib": held.arguments / 2**20,
         **read_program(compiled["text"], held, compiled["mesh"], target),
+        **(unknown if "tpu_custom_call" in compiled["text"] else {}),
         "gflop": compiled["flops"] / 1e9,
         "parameters": compiled["parameters"],
         "seconds": compiled["seconds"],
@@ -302,7 +368,7 @@ def measure(machine: str, name: str, texts: Path | None = None) -> dict[str, dic
     MaxText's are in bfloat16 where the compiler moves a cast before the reduction.
     """
     fields, told = PLANS[name]
-    model = SIZES[machine]
+    model = model_of(machine, name)
     narrow = {**fields, "reduce_dtype": "bfloat16"}
     sides = {
         "MaxText": by_maxtext(machine, model, told),
@@ -323,6 +389,10 @@ def measure(machine: str, name: str, texts: Path | None = None) -> dict[str, dic
 SIDES = ("plurax", "plurax, sums in bfloat16", "MaxText")
 
 
+def _figure(value: float | None, scale: float, digits: int) -> str:
+    return "–" if value is None else f"{value * scale:,.{digits}f}"
+
+
 def table(stored: Mapping[str, Any]) -> str:
     """Return the table of stored rows, each figure by `SIDES`."""
     lines = [
@@ -332,7 +402,7 @@ def table(stored: Mapping[str, Any]) -> str:
     for machine, rows in stored["rows"].items():
         for name, row in rows.items():
             columns = (
-                " / ".join(f"{row[side][figure] * scale:,.{digits}f}" for side in SIDES)
+                " / ".join(_figure(row[side][figure], scale, digits) for side in SIDES)
                 for figure, scale, digits in (
                     ("temporaries_mib", 1, 0), ("sent_mib", 1, 0), ("hidden", 100, 0),
                     ("step_ms", 1, 1),

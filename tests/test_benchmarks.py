@@ -320,20 +320,25 @@ def test_without_maxtext_the_comparison_says_how_to_install_it(monkeypatch, caps
 def test_maxtext_is_told_the_same_sizes(name):
     fields, told = maxtext.PLANS[name]
     plan = maxtext.make_plan(fields, 8)
-    for machine, model in maxtext.SIZES.items():
+    for machine in maxtext.SIZES:
+        model = maxtext.model_of(machine, name)
         arguments = maxtext.maxtext_settings(machine, model, told)
         settings = dict(setting.split("=") for setting in arguments)
         rows = int(settings["per_device_batch_size"]) * int(settings["gradient_accumulation_steps"])
         assert rows == model.rows == model.batch(8)["inputs"].shape[0] / 8
         assert int(settings["gradient_accumulation_steps"]) == plan.microbatches
-        mesh = [int(settings[f"ici_{axis}_parallelism"]) for axis in ("data", "fsdp", "tensor")]
-        assert (math.prod(mesh), mesh[-1]) == (plan.devices, plan.tensor) == (8, mesh[-1])
+        mesh = {axis: int(settings[f"ici_{axis}_parallelism"]) for axis in maxtext.AXES}
+        assert math.prod(mesh.values()) == plan.devices == 8
+        assert (mesh["tensor"], mesh["context"]) == (plan.tensor, plan.context)
         assert (settings["shard_optimizer_over_data"] == "True") == (plan.zero == 1)
 
 
 @pytest.mark.ci
-def test_a_token_changes_nothing_before_it_nor_in_another_segment():
-    model = maxtext.Llama(width=16, hidden=24, depth=2, heads=2, words=11, tokens=6, rows=1)
+@pytest.mark.parametrize("experts", [1, 4])
+def test_a_token_changes_nothing_before_it_nor_in_another_segment(experts):
+    model = maxtext.Llama(
+        width=16, hidden=24, depth=2, heads=2, words=11, tokens=6, rows=1, experts=experts
+    )
     params = model.init(jax.random.key(0))
     # Two segments in a row; the last token is padding.
     row = {
