@@ -341,6 +341,7 @@ def test_microbatches_of_replicas_are_options_and_in_files(workplace, capsys):
         (["train", "broken.py"], "broken.py could not be loaded: File"),
         (["train", "wrong.py"], "experiment() returned int; it must return plurax.Experiment"),
         (["train", "small.py", "--plan.data", "9"], "needs 9 devices (data=9) and 8 are available"),
+        (["plan", "small.py", "--save", "a.toml"], "a.toml is no picture: write --save plan.png"),
         (["train", "small.py", "--epochs", "0"], "epochs=0: give the number of passes"),
         (["train", "small.py", "--devices", "many"], "--devices many: give a number"),
         (["train", "small.py", "--devices", "3"], "virtual_devices(3) came too late"),
@@ -841,6 +842,7 @@ def test_a_machine_is_printed_as_a_file(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["8xH100"], "options begin with --. Published hardware is printed by plurax machine --p"),
         (["--preset", "8xA100"], "there is no published machine '8xA100'. Did you mean '8xA100-"),
         (
             ["--preset", "A100-80GB", "--measure"],

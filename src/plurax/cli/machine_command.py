@@ -47,6 +47,11 @@ class MachineOptions:
 
 def machine_command(arguments: list[str]) -> int:
     """Print a machine: published, measured, or corrected by runs on it."""
+    if arguments and not arguments[0].startswith("-"):
+        raise errors.MachineError(
+            f"plurax machine {arguments[0]}: options begin with --. Published hardware is printed "
+            f"by plurax machine --preset {arguments[0]}."
+        )
     start_devices(arguments)
     options = parse_options(MachineOptions, "plurax machine", arguments)
     machine = _chosen(options)

@@ -122,6 +122,11 @@ def _check_shown(options: Show, plan: Plan) -> None:
             )
     if options.save is not None:
         check_matplotlib()
+        if options.save.suffix == ".toml":
+            raise errors.PlanError(
+                f"--save draws the plan, and {options.save} is no picture: write --save plan.png, "
+                "or add --search, which saves the plan that it finds."
+            )
     if options.save is not None and options.compile_for is not None:
         raise errors.PlanError(
             "--save draws the plan as compiled for the devices that are here, and --compile-for "

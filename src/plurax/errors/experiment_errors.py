@@ -69,5 +69,5 @@ def missing_extra(package: str, extra: str) -> ImportError:
 def report_not_a_run(path: str) -> ExperimentError:
     return ExperimentError(
         f"{path} is not the folder of a run: there is no metrics.jsonl in it, nor in the folders "
-        "in it. Give the output directory of a run: plurax report runs/digits."
+        "in it. Give the output directory of a run, such as runs/digits."
     )

@@ -145,7 +145,7 @@ def run_folders(paths: Iterable[Path]) -> list[Path]:
         if not path.is_dir():
             raise errors.ExperimentError(
                 f"{path}: no such folder. Give the output directory of a run, which "
-                "`fit(output=...)` and plurax train write: plurax report runs/digits."
+                "`fit(output=...)` and plurax train write, such as runs/digits."
             )
         if (path / LOG_FILE).is_file():
             folders.append(path)
