@@ -1,5 +1,6 @@
 """A partial sum is reduce-scattered to where the equations after it meet a split value."""
 
+import operator
 from collections import Counter
 
 import jax
@@ -76,13 +77,47 @@ def of_tokens(collectives):
     )
 
 
-@pytest.mark.parametrize("remat", ["none", "dots"])
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
 @pytest.mark.parametrize("behind", BEHIND)
 def test_split_tokens_further_on_are_reduce_scattered_to(behind, remat):
-    """Forward and backward; the program gathers what both products read, and once more backward."""
+    """Forward and backward; the program gathers what both products read, and once more backward.
+
+    The gradient of a gain or an activation behind the second product needs that again.
+    """
     program = compiled(behind, remat)
     planned = of_tokens(program.planned_collectives())
-    assert planned == {("reduce-scatter", RESIDUAL / TENSOR): 2, ("all-gather", RESIDUAL): 3}
+    scattered = 2 + (remat == "full" and behind in ("a gain", "what is not linear"))
+    assert planned == {
+        ("reduce-scatter", RESIDUAL / TENSOR): scattered,
+        ("all-gather", RESIDUAL): 3,
+    }
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_a_cotangent_is_reduce_scattered_where_it_enters_a_recomputed_part(remat):
+    """The gradient of a norm's bias, a sum over tokens, is what reads it first."""
+
+    def normed(x, p):
+        centered = x - x.mean(-1, keepdims=True)
+        scale = jax.lax.rsqrt((centered**2).mean(-1, keepdims=True) + 1e-5)
+        return centered * scale * p["bias"][None] + p["bias"][None]
+
+    def layer(x, p):
+        y = jax.nn.gelu(normed(x, p) @ p["up"]) @ p["down"]
+        return px.sharding.name(x + y + p["bias"][None], "residual")
+
+    def loss(params, example, key):
+        x = px.sharding.name(example["x"], "residual")
+        for index in range(DEPTH):
+            x = layer(x, jax.tree.map(operator.itemgetter(index), params))
+        return (x**2).mean()
+
+    task = px.Task(init=init, loss=px.per_example(loss))
+    plan = px.Plan(data=2, tensor=TENSOR, remat=remat, shardings=RULES)
+    planned = px.compile(task, optax.sgd(0.1), plan, batch()).planned_collectives()
+    sizes = RESIDUAL, RESIDUAL / TENSOR
+    kinds = {one.kind for one in planned if one.axes == ("tensor",) and one.bytes in sizes}
+    assert kinds == {"reduce-scatter", "all-gather"}
 
 
 @pytest.mark.parametrize(

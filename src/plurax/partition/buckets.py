@@ -27,7 +27,7 @@ Zhao et al. 2023, "PyTorch FSDP", section 3.3 (https://arxiv.org/abs/2304.11277)
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,7 +37,15 @@ from jaxtyping import Array
 
 from plurax.jaxpr.at_experts import AT_EXPERTS
 from plurax.jaxpr.barrier import order_after
-from plurax.jaxpr.compat import ANNOTATIONS, ELEMENTWISE, REMAT
+from plurax.jaxpr.compat import (
+    ANNOTATIONS,
+    ELEMENTWISE,
+    REMAT,
+    Scan,
+    is_call_or_remat,
+    open_jaxpr,
+)
+from plurax.jaxpr.interpret import flat_equations
 from plurax.jaxpr.rows_apart import ROWS_APART
 from plurax.partition.resharder import Resharder
 from plurax.partition.values import ShardedValue, ValueVersions, split_by_zero
@@ -95,7 +103,14 @@ class Gathers:
         once: bool = False,
     ) -> None:
         self._resharder, self._once = resharder, once
-        self.eqns, uses = _uses(resharder, eqns, known)
+        roots = {var: var for var, one in known.items() if _needs_gather(resharder, one)}
+        of_rows = resharder.context.of_rows
+        batch = {
+            var
+            for var, one in known.items()
+            if one.data_varying or (one.deferred is None and of_rows(one.value))
+        }
+        self.eqns, uses = _uses(eqns, roots, batch, known)
         first = {use.alike: use for use in reversed(uses)}
         self._gathered_by = {use: first[use.alike] if once else use for use in uses}
         gathered = [use for use in uses if self._gathered_by[use] is use]
@@ -172,20 +187,17 @@ def _needs_gather(resharder: Resharder, versions: ValueVersions) -> bool:
 
 
 def _uses(
-    resharder: Resharder, eqns: Sequence[Any], known: Mapping[Any, ValueVersions]
+    eqns: Sequence[Any], roots: dict[Any, Any], batch: set[Any], known: Mapping[Any, ValueVersions]
 ) -> tuple[list[Any], list[ParameterUse]]:
-    """Return the reordered equations, and where they need split parameters whole."""
-    # `roots`: variables computed from one split parameter alone, and that parameter; `alike`: for
-    # each the first one that is computed in the same way, `firsts` by how that is.
+    """Return the reordered equations, and where they need split parameters whole.
+
+    Both grow: `roots`, variables computed from one split parameter alone, and that parameter;
+    `batch`, what depends on the batch.
+    """
+    # `alike`: for each the first one that is computed in the same way, `firsts` by how that is.
     alike: dict[Any, Any] = {}
     firsts: dict[Any, Any] = {}
-    roots = {var: var for var, one in known.items() if _needs_gather(resharder, one)}
-    batch = {
-        var
-        for var, one in known.items()
-        if one.data_varying or (one.deferred is None and resharder.context.of_rows(one.value))
-    }
-    early, rest, ready = [], [], set(known)
+    early, rest, ready = [], [], {*known, *roots}
     for eqn in eqns:
         read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         split = [atom for atom in read if atom in roots]
@@ -208,13 +220,52 @@ def _uses(
     for index, eqn in enumerate(rest, len(early)):
         read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         # A parameter is needed whole only where it meets the batch.
-        if eqn.primitive.name in _OF_THEIR_OWN or not any(atom in batch for atom in read):
+        if not any(atom in batch for atom in read):
             continue
+        if eqn.primitive.name in _OF_THEIR_OWN:
+            read = _read_each_turn(eqn, roots, batch)
         for var in dict.fromkeys(read):
             if var in roots:
                 size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
                 uses.append(ParameterUse(index, var, roots[var], alike.get(var, var), size))
     return early + rest, uses
+
+
+def _read_each_turn(eqn: Any, roots: Mapping[Any, Any], batch: Set[Any]) -> list[Any]:
+    """Return the parameters that each iteration of a loop needs whole: weights of a recurrence.
+
+    Not stacks of which an iteration reads a part.
+    """
+    if eqn.primitive.name == "scan":
+        scan = Scan.of(eqn)
+        body, turns, (consts, carry, _) = scan.body, scan.length, scan.split(scan.body.invars)
+        read = eqn.invars
+    elif eqn.primitive.name == "while":
+        body, turns = open_jaxpr(eqn.params["body_jaxpr"])[0], None
+        count, read = eqn.params["body_nconsts"], eqn.invars[eqn.params["cond_nconsts"] :]
+        consts, carry = body.invars[:count], body.invars[count:]
+    else:
+        return []
+    outside = {
+        var: atom
+        for var, atom in zip(body.invars, read, strict=True)
+        if not isinstance(atom, Literal)
+    }
+    if turns == 1:
+        return []
+    shared = {var: var for var in consts if outside.get(var) in roots}
+    # What is carried starts as zeros, or counts iterations.
+    varies = {var for var in carry if jnp.issubdtype(var.aval.dtype, jnp.inexact)}
+    varies |= {var for var, atom in outside.items() if atom in batch}
+    flat = flat_equations(body.eqns, body.outvars, inline=is_call_or_remat)
+    whole: dict[Any, dict[Any, int]] = {}
+    for use in _uses(flat.eqns, shared, varies, {})[1]:
+        whole.setdefault(use.root, {})[use.alike] = math.prod(use.var.aval.shape)
+    return [
+        outside[var]
+        for var, parts in whole.items()
+        if sum(parts.values()) >= math.prod(var.aval.shape)
+    ]
 
 
 def _is_local(eqn: Any, known: Mapping[Any, ValueVersions]) -> bool:

@@ -13,23 +13,25 @@ What follows often does: equations that work entry by entry, then a value that i
 Never more is sent: what else reads the result gathers what an all-reduce would have gathered.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 
-from plurax.jaxpr.compat import ANNOTATIONS, ELEMENTWISE
-from plurax.jaxpr.interpret import variables
+from plurax.jaxpr.compat import ANNOTATIONS, ELEMENTWISE, REMAT, called_jaxpr
+from plurax.jaxpr.interpret import flat_equations, variables
 from plurax.partition.values import ShardedValue, ValueVersions
 from plurax.sharding.spec import TensorSharding
+
+_BY_ENTRY = ELEMENTWISE | ANNOTATIONS
 
 
 class Lookahead:
     """The shardings in which partial sums will be met.
 
     **Arguments:** the `eqns` of a function; the values `known` so far, by variable, which grow as
-    equations are evaluated; `annotated`, the sharding of a value behind an annotation, or None.
+    equations are evaluated; `annotated`, the sharding of a value behind an annotation, or None;
+    `outside`, by result of the function, in which shardings it is met outside of it.
     """
 
     def __init__(
@@ -37,45 +39,80 @@ class Lookahead:
         eqns: Sequence[Any],
         known: Mapping[Any, ValueVersions],
         annotated: Callable[[Any, ShardedValue], TensorSharding | None],
+        outside: Mapping[Any, Callable[[ShardedValue], list[TensorSharding]]],
     ) -> None:
         self._eqns, self._values, self._annotated = eqns, known, annotated
-        self._readers: dict[Any, list[Any]] | None = None
+        self._outside = outside
+        self._readers: dict[Any, list[Any]] = {}
+        self._makers: dict[Any, Any] = {}
 
     def of(self, var: Any, versions: ValueVersions) -> ValueVersions:
         """Return a value that knows in which shardings it is met, if it is a partial sum."""
         if versions.deferred is None and versions.value.sharding.partial:
-            versions.ahead = functools.partial(self._shardings, var, versions.value)
+            # An argument of a recomputed part is met outside of it, too.
+            outside, value = versions.ahead, versions.value
+            versions.ahead = lambda: [*self.shardings(var, value), *outside()]
         return versions
 
-    def _shardings(self, var: Any, value: ShardedValue) -> list[TensorSharding]:
+    def shardings(self, var: Any, value: ShardedValue) -> list[TensorSharding]:
         """Return in which shardings values meet `var`, or what is computed of it by entries."""
-        if self._readers is None:
-            self._readers = {}
-            for reader in self._eqns:
-                for read in variables(reader.invars):
-                    self._readers.setdefault(read, []).append(reader)
-        shardings, seen, left = [], set[Any](), [var]
+        if not self._readers:
+            for eqn in self._eqns:
+                self._makers.update(dict.fromkeys(eqn.outvars, eqn))
+                for read in variables(eqn.invars):
+                    self._readers.setdefault(read, []).append(eqn)
+        shardings, seen, left = [], {var}, [var]
         while left:
-            for reader in self._readers.get(left.pop(), ()):
-                if reader.primitive.name in ANNOTATIONS:
-                    target = self._annotated(reader, value)
-                    met = [target] if target is not None else []
-                elif reader.primitive.name in ELEMENTWISE:
-                    met = [to for atom in reader.invars for to in self._known(atom, value.shape)]
-                else:
-                    continue
+            read = left.pop()
+            if read in self._outside:
+                shardings += self._outside[read](value)
+            for reader in self._readers.get(read, ()):
+                if reader.primitive.name in REMAT:
+                    shardings += self._inside(reader, read, value)
+                met = self._behind(reader, value, seen)
                 shardings += met
-                (after,) = reader.outvars
-                # What a value meets there decides how the result is sharded.
-                if not met and after not in seen and after.aval.shape == value.shape:
-                    seen.add(after)
-                    left.append(after)
+                if reader.primitive.name in _BY_ENTRY and not met:
+                    # What a value meets there decides how the result is sharded.
+                    (after,) = reader.outvars
+                    if after not in seen and after.aval.shape == value.shape:
+                        seen.add(after)
+                        left.append(after)
         return shardings
 
-    def _known(self, atom: Any, shape: tuple[int, ...]) -> list[TensorSharding]:
-        """Return the shardings of a value of this shape that is known, and no parameter."""
-        versions = None if isinstance(atom, Literal) else self._values.get(atom)
+    def _inside(self, eqn: Any, var: Any, value: ShardedValue) -> list[TensorSharding]:
+        """Return in which shardings a recomputed part that reads a variable meets it."""
+        body, _ = called_jaxpr(eqn)
+        pairs = [*zip(body.invars, eqn.invars, strict=True)]
+        known = {
+            own: self._values[atom]
+            for own, atom in pairs
+            if not isinstance(atom, Literal) and atom in self._values
+        }
+        eqns = flat_equations(body.eqns, body.outvars).eqns
+        inside = Lookahead(eqns, known, self._annotated, {})
+        return [to for own, atom in pairs if atom is var for to in inside.shardings(own, value)]
+
+    def _behind(self, eqn: Any, value: ShardedValue, seen: set[Any]) -> list[TensorSharding]:
+        """Return how the result of an equation is split by what else it reads, or annotates."""
+        if eqn.primitive.name in ANNOTATIONS:
+            target = self._annotated(eqn, value)
+            if target is not None:
+                return [target]
+        if eqn.primitive.name not in _BY_ENTRY:
+            return []
+        return [to for atom in variables(eqn.invars) for to in self._of(atom, value, seen)]
+
+    def _of(self, var: Any, value: ShardedValue, seen: set[Any]) -> list[TensorSharding]:
+        """Return how a variable of the value's shape is, or will be, split; not of a parameter.
+
+        A whole value says nothing of what follows: each device slices it for free.
+        """
+        versions = self._values.get(var)
+        if versions is None and var in self._makers and var not in seen:
+            # A cotangent is computed after what it meets in a recomputed part.
+            seen.add(var)
+            return self._behind(self._makers[var], value, seen)
         if versions is None or versions.deferred is not None or versions.is_param:
             return []
-        shardings = [value.sharding for value in versions.values if value.shape == shape]
-        return [sharding for sharding in shardings if not sharding.partial]
+        shardings = [one.sharding for one in versions.values if one.shape == value.shape]
+        return [one for one in shardings if one.axes and not one.partial]

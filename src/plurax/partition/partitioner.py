@@ -33,7 +33,8 @@ shardings of results and what is sent, on a mesh of any size.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Set
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -63,6 +64,7 @@ from plurax.partition.resharder import Resharder
 from plurax.partition.rule_context import RuleContext, count_readers
 from plurax.partition.scopes import BY_HAND
 from plurax.partition.stacked_results import rows_inside
+from plurax.partition.sums_apart import SUMS, add_apart, terms_of_sums
 from plurax.partition.values import (
     DeferredValue,
     ShardedValue,
@@ -135,16 +137,19 @@ class Partitioner(Resharder):
         wanted: Sequence[TensorSharding | None] | None = None,
         *,
         with_sizes: bool = False,
+        ahead: Sequence[Callable[[ShardedValue], list[TensorSharding]]] = (),
     ) -> list[ValueVersions]:
         """Evaluate a jaxpr's equations in order.
 
         `wanted` gives the shardings of the results, None for no constraint. A data-varying result
         whose wanted sharding names `data` is a sum over the devices' rows; with `sums` all are.
-        `with_sizes` says whose rows results have (`OwnRows`) where the sizes are a result, too.
+        `with_sizes` says whose rows results have (`OwnRows`) where the sizes are a result, too;
+        `ahead` in which shardings each result, a partial sum, is met (`lookahead.py`).
         """
         known = dict(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
         known.update(zip(jaxpr.invars, args, strict=True))
-        return self.evaluate_part(jaxpr.eqns, known, jaxpr.outvars, wanted, with_sizes=with_sizes)
+        options: Any = {"with_sizes": with_sizes, "ahead": ahead}
+        return self.evaluate_part(jaxpr.eqns, known, jaxpr.outvars, wanted, **options)
 
     def evaluate_part(
         self,
@@ -154,6 +159,7 @@ class Partitioner(Resharder):
         wanted: Sequence[TensorSharding | None] | None = None,
         *,
         with_sizes: bool = False,
+        ahead: Sequence[Callable[[ShardedValue], list[TensorSharding]]] = (),
     ) -> list[ValueVersions]:
         """Evaluate those of some equations on which `results` depend, given the `known` values."""
         inside, outer = len(self._calls), self._met
@@ -174,21 +180,22 @@ class Partitioner(Resharder):
             stacks = {var for var, target in goal.items() if self.row_goal(target)}
             whole = {var for var, value in here.items() if not self._is_partial(value)}
             eqns = flat.replaced(rows_inside(eqns, stacks, results, whole))
-        gathers = None
-        if self._gathers_parameters(known):
-            gathers = Gathers(self, eqns, here, once=self.over_layers)
+        split = self._gathers_parameters(known)
+        gathers = Gathers(self, eqns, here, once=self.over_layers) if split else None
         readers, less = count_readers(eqns, results), shrinking(eqns, results)
-        lookahead = Lookahead(eqns, here, self._annotations.ahead)
+        pairs, terms = zip(results, ahead, strict=False), terms_of_sums(eqns, readers)
+        outside = {var: met for var, met in pairs if not isinstance(var, Literal)}
+        lookahead = Lookahead(eqns, here, self._annotations.ahead, outside)
+        here.update((var, lookahead.of(var, one)) for var, one in known.items())
+        uses = RuleContext(self.axes, self.joint, False, readers, less, terms, lookahead.shardings)
 
         def read(atom: Any) -> ValueVersions:
             versions = self.constant(atom.val) if isinstance(atom, Literal) else here[atom]
+            if not versions.is_zero:
+                return versions
             # Each reader creates its own zeros: in the sharding of its other operands they cost
             # nothing, and a partial sum meets them unreduced.
-            return (
-                ValueVersions(self.zeros(versions.shape, versions.dtype))
-                if versions.is_zero
-                else versions
-            )
+            return ValueVersions(self.zeros(versions.shape, versions.dtype))
 
         for index, eqn in enumerate(gathers.eqns if gathers else eqns):
             inputs = [read(atom) for atom in eqn.invars]
@@ -198,7 +205,7 @@ class Partitioner(Resharder):
             if gathers is not None:
                 gathered = gathers.before(index, here, self._dependency(eqn, inputs))
             with self._executor.context(eqn):
-                outputs = self._equation(eqn, inputs, goals, readers, less, gathered)
+                outputs = self._equation(eqn, inputs, goals, uses, gathered)
             for var, versions in zip(eqn.outvars, outputs, strict=True):
                 here[var] = lookahead.of(var, versions)
         del self._calls[inside:]
@@ -211,26 +218,24 @@ class Partitioner(Resharder):
         eqn: Any,
         inputs: list[ValueVersions],
         goals: list[TensorSharding | None],
-        readers: Mapping[Any, int],
-        less: Set[Any],
+        uses: RuleContext,
         gathered: Mapping[Any, ShardedValue],
     ) -> list[ValueVersions]:
         """Evaluate one equation: a loop, branch, annotation, or an operator by its rule.
 
-        `gathered` has the parameters that a bucket has gathered for it, by their variables.
+        `uses` says how results are read; `gathered` has the parameters that a bucket has gathered
+        for it, by their variables.
         """
         name = eqn.primitive.name
         if name in REMAT:
             if is_recomputed(eqn):
                 # XLA would merge the recomputation with the forward pass, and keep its values.
                 inputs = self._barrier(inputs)
-            return self.evaluate(*called_jaxpr(eqn), inputs, goals)
-        if name == "scan":
-            return self._scan(eqn, inputs, goals)
-        if name == "while":
-            loop = While(self, eqn, inputs)
-            loop.settle()
-            return loop.run()
+            ahead = [functools.partial(uses.ahead, var) for var in eqn.outvars]
+            return self.evaluate(*called_jaxpr(eqn), inputs, goals, ahead=ahead)
+        ready = [None if isinstance(v, Literal) else gathered.get(v) for v in eqn.invars]
+        if name in ("scan", "while"):
+            return self._loop(eqn, _with_whole(inputs, ready), goals)
         if name == "cond":
             branch = cpu_branch(eqn) if self.axes.on_cpu else None
             if branch is not None:
@@ -253,16 +258,24 @@ class Partitioner(Resharder):
                 value = dataclasses.replace(value, is_param=False)
             # A reader that finds all its operands pinned takes them as they are given.
             return [ValueVersions(value, pinned=isinstance(tag, Pinned))]
-        ready = [None if isinstance(v, Literal) else gathered.get(v) for v in eqn.invars]
         if name == "shard_map":
             return self._by_hand(eqn, self.together(eqn, inputs, ready))
         as_given = any(versions.pinned for versions in inputs)
-        context = RuleContext(self.axes, self.joint, as_given, readers, less)
+        context = dataclasses.replace(uses, axes=self.axes, as_given=as_given)
         if name not in _STAYING:
             inputs = self.together(eqn, inputs, ready)
-        decision = by_own_rows(context, eqn, inputs) or RULES.get(name, by_default)(
-            context, eqn, inputs
-        )
+        if name in SUMS:
+            total = add_apart(self, context, eqn, inputs)
+            if total is not None:
+                return [total]
+        return self.by_rule(context, eqn, inputs)
+
+    def by_rule(
+        self, context: RuleContext, eqn: Any, inputs: list[ValueVersions]
+    ) -> list[ValueVersions]:
+        """Evaluate an operator by its rule."""
+        rule = RULES.get(eqn.primitive.name, by_default)
+        decision = by_own_rows(context, eqn, inputs) or rule(context, eqn, inputs)
         if isinstance(decision, DeferredValue):
             return [ValueVersions(decision)]
         with self.needed_by(eqn, self.line(eqn) if decision.without_rule else None):
@@ -284,8 +297,7 @@ class Partitioner(Resharder):
         if after is None and not any(versions.data_varying for versions in inputs):
             return inputs
         results = []
-        for atom, versions, whole in zip(eqn.invars, inputs, ready, strict=True):
-            versions = ValueVersions(whole) if whole is not None else versions
+        for atom, versions in zip(eqn.invars, _with_whole(inputs, ready), strict=True):
             versions = versions if self._may_stay_split(versions) else self._without_data(versions)
             stays = versions.deferred is not None or not split_by_zero(versions.value)
             if not (stays or self._may_stay_split(versions)):
@@ -335,7 +347,7 @@ class Partitioner(Resharder):
         values = [one.value for one in known.values() if one.deferred is None]
         of_parameters, of_rows = self.context.of_parameters, self.context.of_rows
         split = [v for v in values if of_parameters(v) and not v.data_varying]
-        return len(split) > 1 and any(map(of_rows, values))
+        return bool(split) and any(map(of_rows, values))
 
     def _barrier(self, inputs: list[ValueVersions]) -> list[ValueVersions]:
         """Order the inputs of a recomputed function after its cotangent (see `jaxpr.barrier`)."""
@@ -399,10 +411,14 @@ class Partitioner(Resharder):
 
     # --- Loops, and the model's own shard_map --------------------------------------------------
 
-    def _scan(
+    def _loop(
         self, eqn: Any, inputs: list[ValueVersions], goals: list[TensorSharding | None]
     ) -> list[ValueVersions]:
-        """Evaluate a `scan`; collectives in its body are recorded `length` times."""
+        """Evaluate a loop; collectives in the body of a `scan` are recorded `length` times."""
+        if eqn.primitive.name == "while":
+            turns = While(self, eqn, inputs)
+            turns.settle()
+            return turns.run()
         loop = Loop(self, eqn, inputs, goals)
         loop.settle()
         if loop.mixes_blocks:
@@ -486,6 +502,14 @@ class Partitioner(Resharder):
                 lambda *shards: eval_manual_body(body, consts, shards), arrays, specs
             )
         return [ValueVersions(value) for value in results]
+
+
+def _with_whole(
+    inputs: Sequence[ValueVersions], ready: Sequence[ShardedValue | None]
+) -> list[ValueVersions]:
+    """Return inputs of which some have been gathered."""
+    pairs = zip(inputs, ready, strict=True)
+    return [one if whole is None else ValueVersions(whole) for one, whole in pairs]
 
 
 def partition(

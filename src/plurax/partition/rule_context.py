@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -36,6 +36,8 @@ class RuleContext:
     - `readers`: how often the equations of the jaxpr read each variable (`count_readers`); without
       an entry, once.
     - `shrinking`: variables of which, left partial sums, less is reduced later (`shrinking`).
+    - `terms`: variables that are read once, as a term of a sum (`terms_of_sums`).
+    - `ahead`: a function of a variable and its value, of the shardings in which that is met.
 
     >>> context = RuleContext(Axes({"tensor": 4}))
     >>> value = context.spec((8, 64), jnp.float32, TensorSharding.of(None, "tensor"))
@@ -50,6 +52,8 @@ class RuleContext:
     as_given: bool = False
     readers: Mapping[Any, int] = dataclasses.field(default_factory=dict)
     shrinking: Set[Any] = frozenset()
+    terms: Set[Any] = frozenset()
+    ahead: Callable[[Any, ShardedValue], list[TensorSharding]] = lambda var, value: []
 
     def num_readers(self, atom: Any) -> int:
         """Return how often the jaxpr's equations read a variable; 1 for a literal."""

@@ -125,8 +125,13 @@ def common_sharding(
     rank = max(len(one.shape) for one in inputs)
     ranked = [one for one in inputs if len(one.shape) == rank]
     known = [one for one in ranked if not one.deferred]
-    # Partial sums are candidates in their reduced form.
-    options = {TensorSharding(value.sharding.dims) for one in known for value in one.values}
+    # Partial sums are candidates in their reduced form. What a parameter or a constant is sliced to
+    # for another reader, in another layer, is none: it would split what is whole here.
+    options = {
+        TensorSharding(value.sharding.dims)
+        for one in known
+        for value in (one.values[:1] if one.is_param else one.values)
+    }
     options |= {context.reduced(one) for one in known}
     shape = [max(sizes) for sizes in zip(*(one.shape for one in ranked), strict=True)]
     free = {one.deferred.free for one in ranked if one.deferred and one.deferred.free}

@@ -174,6 +174,9 @@ def gather(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decis
     if math.prod(out.shape) <= math.prod(table.shape) and _fills_alike(eqn):
         have = maybe_partial(context, eqn.invars[0], table)
     have = _split_as(have, roles.batch, context.reduced(indices))
+    repeats = math.prod(out.shape) >= math.prod(table.shape)
+    if repeats and context.of_parameters(context.first(table)):
+        have = have.without(REPLICAS)  # such as a table of relative positions
     table_dims = _dims_of_table(context, table, roles, have)
     from_ = through(table, have, TensorSharding(table_dims, have.partial))
     index_dims = _index_entries(context.first(indices).sharding, roles, table_dims, have.partial)

@@ -39,7 +39,6 @@ from plurax.partition.values import (
     Decision,
     DeferredValue,
     Operand,
-    ShardedValue,
     ValueVersions,
 )
 from plurax.sharding.spec import TensorSharding
@@ -88,16 +87,17 @@ def broadcast_in_dim(
         local = target.shard_shape(shape, context.axes.sizes)
         return decided(context, eqn, sources, [operand], TensorSharding(target.dims), shape=local)
 
-    def defer(values: Sequence[ShardedValue]) -> DeferredValue:
-        sources = (ValueVersions(values[0]),)
+    def defer(source: ValueVersions) -> DeferredValue:
         return DeferredValue(
-            shape, aval.dtype, repeated, sources, free=sharding, repeats=True,
+            shape, aval.dtype, repeated, (source,), free=sharding, repeats=True,
             data_varying=versions.data_varying, is_param=versions.is_param,
         )  # fmt: skip
 
+    if versions.deferred is not None and versions.deferred.repeats:
+        return defer(versions)
     by_rows = context.joint and "data" in sharding.axes and not versions.is_param
     if grows and (by_rows or context.of_parameters(context.first(versions))):
-        return Decision((operand,), (), bind, defer=defer)
+        return Decision((operand,), (), bind, defer=lambda values: defer(ValueVersions(values[0])))
     local = sharding.shard_shape(shape, context.axes.sizes)
     return decided(context, eqn, inputs, [operand], sharding, shape=local)
 

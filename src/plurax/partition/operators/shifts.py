@@ -105,6 +105,9 @@ def slice_(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decis
 def split(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision | DeferredValue:
     """Split a value into slices along one dim, which is replicated where one needs all of it."""
     (versions,), dim = inputs, eqn.params["axis"]
+    have = maybe_partial(context, eqn.invars[0], versions)
+    if not have.dims[dim]:
+        return decided(context, eqn, inputs, [Operand(versions, (have,))], have)
     ends = list(itertools.accumulate(eqn.params["sizes"]))
     starts = [0, *ends[:-1]]
     parts = [

@@ -1,0 +1,231 @@
+"""Networks as they are usually written send what an expert would write, and no more."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests import models
+
+import plurax as px
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+N, WIDTH, HIDDEN, TOKENS, DEPTH, RANK = 8, 16, 32, 12, 2, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """Shapes of its parameters, its loss of one example, a plan, and what that sends.
+
+    `sent`: of the collectives over `axis` of more than `small` bytes, kinds, bytes, how often.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    loss: Callable[..., Any]
+    plan: px.Plan
+    sent: dict[tuple[str, int], int]
+    axis: str = "tensor"
+    small: int = 16 * WIDTH
+
+
+def init(shapes, key):
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: jax.random.normal(key, shape) / shape[0] ** 0.5
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    ends = rng.integers(0, TOKENS, (N, 2, 3 * TOKENS))
+    return {"x": rng.normal(size=(N, TOKENS, WIDTH)), "ends": ends}
+
+
+def recurrent(p, example, key):
+    def turn(h, x):
+        h = jnp.tanh(x @ p["in"] + h @ p["hidden"])
+        return h, h
+
+    _, hs = jax.lax.scan(turn, jnp.zeros(WIDTH), example["x"])
+    return jnp.mean((hs @ p["out"]) ** 2)
+
+
+def repeated(p, example, key):
+    x = example["x"]
+    for gain in ("first", "second"):
+        gain = jnp.broadcast_to(p[gain].reshape(1, WIDTH), x.shape)
+        x = jnp.tanh(gain * x)
+    return jnp.mean((x @ p["out"]) ** 2)
+
+
+def positions(p, example, key):
+    x = example["x"]
+    away = np.abs(np.arange(TOKENS)[:, None] - np.arange(TOKENS))
+    for _ in range(DEPTH):
+        weights = jax.nn.softmax(x @ x.T + p["away"][np.minimum(away, 7)])
+        x = weights @ x
+    return jnp.mean((x @ p["out"]) ** 2)
+
+
+def variance(p, example, key):
+    def normed(x):
+        groups = x.reshape(TOKENS, 8, -1)
+        return (groups / jnp.sqrt(jnp.var(groups, -1, keepdims=True) + 1e-5)).reshape(x.shape)
+
+    x = example["x"]
+    for up, down in zip(p["up"], p["down"], strict=True):
+        x = x + normed(jnp.tanh(normed(x) @ up)) @ down
+    return jnp.mean(x**2)
+
+
+def normed_after(p, example, key):
+    x = example["x"] @ p["in"]
+    q, k, v = (jnp.einsum("td,dhk->htk", x, p[name]) for name in ("q", "k", "v"))
+    mixed = jax.nn.softmax(jnp.einsum("htk,hsk->hts", q, k)) @ v
+    x = x + jnp.einsum("htk,hkd->td", mixed, p["out"])
+    x = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5)
+    return jnp.mean(jnp.tanh(x + jnp.tanh(x @ p["up"]) @ p["down"]) ** 2)
+
+
+def low_rank(p, example, key):
+    def changed(x, name):
+        return x @ p[name] + x @ p[f"{name} a"] @ p[f"{name} b"]
+
+    x = px.sharding.name(example["x"], "residual")
+    y = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5)
+    y = jnp.tanh(changed(y, "gate")) * jnp.tanh(changed(y, "up"))
+    return jnp.mean(px.sharding.name(x + changed(y, "down"), "residual") ** 2)
+
+
+def graph(p, example, key):
+    x, (senders, receivers) = example["x"], example["ends"]
+    for _ in range(DEPTH):
+        sent = jnp.concatenate([x[senders], x[receivers]], -1)
+        sent = jnp.tanh(sent @ p["up"]) @ p["down"]
+        x = jnp.tanh(x + jax.ops.segment_sum(sent, receivers, TOKENS))
+    return jnp.mean(x**2)
+
+
+MATRIX, ACTIVATIONS = 8 * WIDTH**2, 8 * N * TOKENS * WIDTH
+ZERO = px.Plan(data=4, zero=3)
+SQUARE = (WIDTH, WIDTH)
+
+
+def split(column, row, sequence=()):
+    return px.Plan(tensor=4, shardings=px.sharding.megatron(column, row, sequence=sequence))
+
+
+NETWORKS = {
+    "weights of a recurrence": Network(
+        {"in": SQUARE, "hidden": SQUARE, "out": SQUARE},
+        recurrent,
+        ZERO,
+        {
+            ("all-gather", 3 * MATRIX): 1,
+            ("all-gather", 2 * MATRIX): 1,
+            ("reduce-scatter", 3 * MATRIX // 4): 1,
+        },
+        "data",
+    ),
+    "a gain that is repeated": Network(
+        {"first": (WIDTH,), "second": (WIDTH,), "out": SQUARE},
+        repeated,
+        ZERO,
+        {("all-gather", MATRIX): 2, ("reduce-scatter", (MATRIX + 256) // 4): 1},
+        "data",
+    ),
+    "a table of relative positions": Network(
+        {"away": (8,), "out": SQUARE},
+        positions,
+        ZERO,
+        {("all-gather", MATRIX): 2, ("reduce-scatter", (MATRIX + 64) // 4): 1},
+        "data",
+    ),
+    "constants of several layers": Network(
+        {"up": (DEPTH, *SQUARE), "down": (DEPTH, *SQUARE)},
+        variance,
+        split(["up"], ["down"]),
+        {("all-reduce", ACTIVATIONS): 2 * DEPTH - 1},
+    ),
+    "three terms of a gradient": Network(
+        {
+            "in": SQUARE,
+            **dict.fromkeys("qkv", (WIDTH, 4, 4)),
+            "out": (4, 4, WIDTH),
+            "up": (WIDTH, HIDDEN),
+            "down": (HIDDEN, WIDTH),
+        },
+        normed_after,
+        split(
+            {"[qkv]": (None, "tensor", None), "up": (None, "tensor")},
+            {"out": ("tensor", None, None), "down": ("tensor", None)},
+        ),
+        {("all-reduce", ACTIVATIONS): 4},
+    ),
+    "changes of low rank": Network(
+        {
+            "gate": (WIDTH, HIDDEN),
+            "gate a": (WIDTH, RANK),
+            "gate b": (RANK, HIDDEN),
+            "up": (WIDTH, HIDDEN),
+            "up a": (WIDTH, RANK),
+            "up b": (RANK, HIDDEN),
+            "down": (HIDDEN, WIDTH),
+            "down a": (HIDDEN, RANK),
+            "down b": (RANK, WIDTH),
+        },
+        low_rank,
+        split(["gate", "up", "gate b", "up b"], ["down", "down a"], ["residual"]),
+        {("all-gather", ACTIVATIONS): 2, ("reduce-scatter", ACTIVATIONS // 4): 1},
+        small=8 * N * TOKENS * RANK,
+    ),
+    "the ends of edges": Network(
+        {"up": (2 * WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)},
+        graph,
+        split(["up"], ["down"]),
+        {("all-reduce", ACTIVATIONS): 2 * DEPTH - 1},
+    ),
+}
+
+
+def program(network):
+    task = px.Task(init=lambda key: init(network.shapes, key), loss=px.per_example(network.loss))
+    return px.compile(task, optax.sgd(0.1), network.plan, batch())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_is_sent(name):
+    network = NETWORKS[name]
+    sent = Counter()
+    for one in program(network).planned_collectives():
+        if network.axis in one.axes and one.bytes > network.small:
+            sent[one.kind, one.bytes] += one.trips
+    assert sent == network.sent
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.ci] * (place % 3 > 0))
+        for place, name in enumerate(NETWORKS)
+    ],
+)
+def test_the_update_is_that_by_hand(name):
+    network, rows = NETWORKS[name], batch()
+    trained = program(network)
+    state = trained.init(0)
+    params = jax.tree.map(np.asarray, state.params)
+
+    def mean(params):
+        return jax.vmap(network.loss, (None, 0, None))(params, rows, None).mean()
+
+    by_hand = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(mean)(params))
+    state, _ = trained.step(state, rows)
+    assert models.max_rel_error(state.params, by_hand) < 1e-10
