@@ -131,6 +131,38 @@ def test_a_collective_in_three_fusions_counts_once(mesh):
     assert (found.kind, found.bytes, found.bytes_sent) == ("all-gather", 1024, 768)
 
 
+def test_a_collective_that_goes_on_in_a_loop_counts_once(mesh):
+    """A TPU sends a part of it in each iteration."""
+    text = """
+%part (x: f32[64]) -> f32[256] {
+  %x = f32[64]{0} parameter(0)
+  ROOT %g = f32[256]{0} all-gather(%x), replica_groups={{0,1,2,3}}, dimensions={0}, chain_id="5"
+}
+
+%body (s: (s32[], f32[256])) -> (s32[], f32[256]) {
+  %s = (s32[], f32[256]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[256]{0} get-tuple-element(%s), index=1
+  %f = f32[256]{0} fusion(%x), kind=kOutput, calls=%part
+  ROOT %r = (s32[], f32[256]) tuple(%i, %f)
+}
+
+ENTRY %main (x: f32[64]) -> f32[256] {
+  %x = f32[64]{0} parameter(0)
+  %i = s32[] constant(0)
+  %start = f32[256]{0} fusion(%x), kind=kCustom, calls=%part
+  %t = (s32[], f32[256]) tuple(%i, %start)
+  %w = (s32[], f32[256]) while(%t), condition=%c, body=%body, LOOP
+  %last = f32[256]{0} get-tuple-element(%w), index=1
+  ROOT %done = f32[256]{0} fusion(%last), kind=kCustom, calls=%part
+}
+""".replace("LOOP", 'backend_config={"known_trip_count":{"n":"8"}}')
+    (found,) = collectives(text, mesh)
+    assert (found.bytes, found.trips, found.in_loop) == (1024, 1, False)
+    (walked,) = walk_schedule(parse(text), mesh, MACHINE, clock=1e9).collectives
+    assert walked.collective == found
+
+
 def test_a_part_that_two_instructions_read_counts_once(mesh):
     """An all-reduce of which each device reads its quarter, and a quarter of that again."""
     text = """

@@ -158,6 +158,8 @@ class _ScheduleWalk:
         self._module, self._mesh, self._machine, self._clock = module, mesh, machine, clock
         self.collectives: list[ScheduledCollective] = []
         self.run = self.known = 0.0
+        # Where each collective that is spread over fusions starts: a loop may go on with it.
+        self._starts: dict[str, str] = {}
 
     def computation(self, name: str, place: Place, times: float) -> _Time:
         """Walk through a computation, which runs so many `times` in a step."""
@@ -185,13 +187,13 @@ class _ScheduleWalk:
                 for called in instruction.called():
                     time.add(self.computation(called, here, times))
             elif chain is not None:
-                if chain.id not in pending:
+                if self._starts.setdefault(chain.id, name) == name and chain.id not in pending:
                     link = self._start(
                         chain.part, instruction, (), here, times, time, link, pending
                     )
                     pending[chain.id] = pending.pop(instruction.name)
                 time.compute(self._seconds(instruction, instructions, times))
-                if chains[chain.id] == index:
+                if chains[chain.id] == index and chain.id in pending:
                     self._finish(pending.pop(chain.id), time)
             elif (start := self._started(instruction)) is not None:
                 link = self._start(

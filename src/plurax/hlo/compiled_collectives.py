@@ -29,7 +29,8 @@ it starts:
 
     %s = (...) fusion(%x), calls=%start   all-gather, chain_id="5"     a TPU's, in three fusions, of
     %c = (...) fusion(%s), calls=%step    all-gather, chain_id="5"     which the second multiplies
-    %d = f32[256] fusion(%c), calls=%done all-gather, chain_id="5"     matrices meanwhile
+    %d = f32[256] fusion(%c), calls=%done all-gather, chain_id="5"     matrices meanwhile, also in
+                                                                       the body of a loop
 
 Sources: the XLA documentation, "Operation semantics" (collectives) and "HLO dumps".
 """
@@ -128,7 +129,7 @@ def collectives(text: str, mesh: Mesh, unknown_trips: int | None = None) -> list
     """
     module = parse(text)
     found: list[Collective] = []
-    _walk(module.entry, module, mesh, Place(), unknown_trips, found)
+    _walk(module.entry, module, mesh, Place(), unknown_trips, found, set())
     return found
 
 
@@ -139,10 +140,10 @@ def _walk(
     place: Place,
     unknown_trips: int | None,
     collectives: list[Collective],
+    chains: set[str],
 ) -> None:
     computation = module.computations.get(name, ())
     place = place.of(computation)
-    chains: set[str] = set()
     for instruction in computation:
         here = place.at(instruction)
         chain = chain_of(instruction, module)
@@ -156,11 +157,11 @@ def _walk(
         if instruction.opcode == "while":
             body = instruction.attribute(r"body=%?([\w.\-]+)") or ""
             inside = here.inside(instruction, module.trips(instruction), unknown_trips)
-            _walk(body, module, mesh, inside, unknown_trips, collectives)
+            _walk(body, module, mesh, inside, unknown_trips, collectives, chains)
         elif instruction.opcode not in ("async-update", "async-done"):  # the start calls the same
             inner = here.branch() if instruction.opcode == "conditional" else here
             for called in instruction.called():
-                _walk(called, module, mesh, inner, unknown_trips, collectives)
+                _walk(called, module, mesh, inner, unknown_trips, collectives, chains)
 
 
 class Chain(NamedTuple):
