@@ -16,7 +16,7 @@ import plurax as px
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-N, WIDTH, HIDDEN, TOKENS, DEPTH, RANK = 8, 16, 32, 12, 2, 2
+N, WIDTH, HIDDEN, TOKENS, DEPTH, RANK, WORDS = 8, 16, 32, 12, 2, 2, 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +113,14 @@ def graph(p, example, key):
     return jnp.mean(x**2)
 
 
+def tied(p, example, key):
+    words = example["ends"][0]
+    x = px.sharding.name(p["table"][words[:TOKENS]] + p["places"], "residual")
+    x = px.sharding.name(x + jnp.tanh(x @ p["up"]) @ p["down"], "residual")
+    logits = x @ p["table"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, words[-TOKENS:]).mean()
+
+
 MATRIX, ACTIVATIONS = 8 * WIDTH**2, 8 * N * TOKENS * WIDTH
 ZERO = px.Plan(data=4, zero=3)
 SQUARE = (WIDTH, WIDTH)
@@ -191,6 +199,27 @@ NETWORKS = {
         graph,
         split(["up"], ["down"]),
         {("all-reduce", ACTIVATIONS): 2 * DEPTH - 1},
+    ),
+    "a table of words that is the head, too": Network(
+        {
+            "table": (WORDS, WIDTH),
+            "places": (TOKENS, WIDTH),
+            "up": (WIDTH, HIDDEN),
+            "down": (HIDDEN, WIDTH),
+        },
+        tied,
+        px.Plan(
+            data=2,
+            tensor=4,
+            shardings=px.sharding.megatron(["up"], ["down"], sequence=["residual"])
+            | {"table": ("tensor", None)},
+        ),
+        {
+            ("all-gather", ACTIVATIONS // 2): 4,
+            ("reduce-scatter", ACTIVATIONS // 8): 4,
+            ("all-gather", 8 * TOKENS * WIDTH): 1,  # the gradient of places, of each token's device
+        },
+        small=8 * N * TOKENS,
     ),
 }
 

@@ -49,6 +49,9 @@ def add_apart(
     ]
     if not all(terms) or eqn.invars[0] is eqn.invars[1]:
         return None
+    created = [one.deferred is not None and not is_apart(one) for one in inputs]
+    if any(created) and any(not one.deferred and one.value.sharding.axes for one in inputs):
+        return None  # What is created for its reader is created as the other is split.
     partial, rest = ([part for part in parts if part] for parts in zip(*terms, strict=True))
     axes, shape = (
         {context.first(one).sharding.partial for one in partial},
