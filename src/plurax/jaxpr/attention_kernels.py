@@ -251,14 +251,14 @@ class Splash(AttentionKernel):
         function, constants = derivative
         if (function.__module__, function.__name__) != (cls.LIBRARY, "_splash_attention_bwd"):
             return None
-        params = dict(zip(inspect.signature(function).parameters, constants, strict=False))
+        named = dict(zip(inspect.signature(function).parameters, constants, strict=False))
         operands = operands_of(eqn)
-        if params["is_mqa"] or operands != eqn.invars[-3:] or not _has_rows_in_front(eqn):
+        if named["is_mqa"] or operands != eqn.invars[-3:] or not _has_rows_in_front(eqn):
             return None
-        if not cls._is_causal(params["mask_function"], operands):
+        if not cls._is_causal(named["mask_function"], operands):
             return None
-        kept = tuple((name, params[name]) for name in cls.KEPT)
-        return cls(True, 1.0, True, params["block_sizes"], kept)
+        kept = tuple((name, named[name]) for name in cls.KEPT)
+        return cls(True, 1.0, True, named["block_sizes"], kept)
 
     @staticmethod
     def _is_causal(function: Any, operands: Sequence[Any]) -> bool:
