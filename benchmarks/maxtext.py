@@ -307,6 +307,7 @@ def by_maxtext(machine: str, model: Llama, told: Mapping[str, Any]) -> dict[str,
             **os.environ,
             "JAX_PLATFORMS": "cpu",
             "TPU_SKIP_MDS_QUERY": "1",
+            # From the second row on this process has the library of TPUs loaded, too.
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         }
         done = subprocess.run(

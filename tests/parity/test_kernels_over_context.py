@@ -317,6 +317,18 @@ def test_blocks_of_a_part_divide_it(queries, keys, sizes):
         assert tokens % size == 0
 
 
+def test_blocks_of_a_part_divide_it_in_splash_attention():
+    blocks = splash.BlockSizes(
+        block_q=512, block_kv=1024, block_kv_compute=512, block_q_dkv=256, block_kv_dkv=512,
+        block_kv_dkv_compute=512, use_fused_bwd_kernel=True,
+    )  # fmt: skip
+    params = {"mask_value": -1e30, "attn_logits_soft_cap": None, "interpret": False}
+    kernel = Splash(True, 1.0, True, blocks, tuple(params.items()))._kernel(2, 384, 640)
+    fitted = kernel.kwargs["block_sizes"]
+    assert (fitted.block_q, fitted.block_kv, fitted.block_kv_compute) == (384, 640, 128)
+    assert (fitted.block_q_dkv, fitted.block_kv_dkv, fitted.block_kv_dkv_compute) == (128, 128, 128)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_examples_one_by_one(strategy):
     """Under `jax.vmap`, with rows in two dims; cuDNN's reshapes them to one."""

@@ -6,6 +6,7 @@ partitioner's own assertions may be reached.
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -207,7 +208,7 @@ def on_shards(fun, shardings):
 
     Planned without executing anything, it has the same results and collectives.
     """
-    axes, records = Axes(SIZES), []
+    axes, records = Axes(SIZES, platform="cpu"), []
     mesh = Mesh(
         np.asarray(jax.devices()[:4]).reshape(2, 2), tuple(SIZES),
         axis_types=(AxisType.Auto,) * 2,
@@ -266,7 +267,10 @@ def shardings_of_inputs(draw):
 
 
 programs = st.tuples(
-    st.lists(st.sampled_from(sorted(ON_PARAMETERS)), max_size=3),
+    st.lists(st.sampled_from(sorted(ON_PARAMETERS)), max_size=3).filter(
+        # XLA's CPU compiler fails for the transform of a solution in plain JAX, too.
+        lambda names: ("solved", "transform") not in itertools.pairwise(names)
+    ),
     st.sampled_from(sorted(ON_ROWS)),
     st.sampled_from(["none", "none", "dots", "full"]),
 )
@@ -330,6 +334,11 @@ ZERO3 = {
 def test_each_operation_on_parameters_meets_rows(x64):
     """All of them beside each other, in one compiled program."""
     assert_same((sorted(ON_PARAMETERS), "product", "none", True), ZERO3)
+
+
+def test_columns_of_a_transform_are_reduce_scattered(x64):
+    """XLA's CPU compiler would lay its result out as the reduce-scatter wants it, and fail."""
+    assert_same((["transform"], "regular", "none"), ZERO3)
 
 
 def test_nothing_communicates_over_data_where_devices_turn_differently(x64):

@@ -51,6 +51,9 @@ from plurax.jaxpr.interpret import all_equations
 from plurax.jaxpr.product_dims import ProductDims
 from plurax.tree import sum_dtype
 
+LANES = 128
+"""Blocks of the kernels in Pallas for TPUs have a multiple of it of tokens."""
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKernel(abc.ABC):
@@ -169,17 +172,11 @@ class PallasFlash(AttentionKernel):
     LIBRARY = "jax.experimental.pallas.ops.tpu.flash_attention"
 
     @classmethod
-    def of(cls, eqn: Any) -> "PallasFlash | None":
+    def of(cls, eqn: Any, constants: Mapping[str, Any]) -> "PallasFlash | None":
         """Return the kernel that a call of `flash_attention` without bias and segments is."""
-        derivative = derivative_of(eqn)
-        if derivative is None or len(eqn.invars) != 3:
+        if len(eqn.invars) != 3 or not _has_rows_in_front(eqn):
             return None
-        function, constants = derivative
-        known = (cls.LIBRARY, "_flash_attention_bwd")
-        if (function.__module__, function.__name__) != known or not _has_rows_in_front(eqn):
-            return None
-        _, causal, scale, block_sizes, _ = constants
-        return cls(causal, scale, True, block_sizes)
+        return cls(constants["causal"], constants["sm_scale"], True, constants["block_sizes"])
 
     def reason_against(self, queries: int, keys: int) -> str | None:
         """Blocks are of 128 tokens, or of a multiple."""
@@ -239,26 +236,19 @@ class Splash(AttentionKernel):
     KEPT = ("mask_value", "attn_logits_soft_cap", "interpret")
 
     @classmethod
-    def of(cls, eqn: Any) -> "Splash | None":
+    def of(cls, eqn: Any, constants: Mapping[str, Any]) -> "Splash | None":
         """Return the kernel that a call with a causal mask is, of all heads.
 
         Before queries, keys and values stand the arrays of the mask; behind them may stand
         segments. Of other masks only the arrays say what is hidden, and these are not known.
         """
-        derivative = derivative_of(eqn)
-        if derivative is None:
-            return None
-        function, constants = derivative
-        if (function.__module__, function.__name__) != (cls.LIBRARY, "_splash_attention_bwd"):
-            return None
-        named = dict(zip(inspect.signature(function).parameters, constants, strict=False))
         operands = operands_of(eqn)
-        if named["is_mqa"] or operands != eqn.invars[-3:] or not _has_rows_in_front(eqn):
+        if constants["is_mqa"] or operands != eqn.invars[-3:] or not _has_rows_in_front(eqn):
             return None
-        if not cls._is_causal(named["mask_function"], operands):
+        if not cls._is_causal(constants["mask_function"], operands):
             return None
-        kept = tuple((name, named[name]) for name in cls.KEPT)
-        return cls(True, 1.0, True, named["block_sizes"], kept)
+        kept = tuple((name, constants[name]) for name in cls.KEPT)
+        return cls(True, 1.0, True, constants["block_sizes"], kept)
 
     @staticmethod
     def _is_causal(function: Any, operands: Sequence[Any]) -> bool:
@@ -315,10 +305,6 @@ class Splash(AttentionKernel):
         return dq, dk, dv
 
 
-LANES = 128
-"""Blocks of the kernels in Pallas for TPUs have a multiple of it of tokens."""
-
-
 def _fitting(size: int, outer: int) -> int:
     """Return the largest block of at most `size` that divides `outer`."""
     return max(block for block in range(LANES, min(size, outer) + 1, LANES) if outer % block == 0)
@@ -371,8 +357,11 @@ def kernel_of(eqn: Any) -> AttentionKernel | None:
     """
     if eqn.primitive.name != "custom_vjp_call" or eqn.params["num_consts"] or len(eqn.outvars) > 1:
         return None
-    cudnn = Cudnn.of(open_jaxpr(eqn.params["call_jaxpr"])[0])
-    return cudnn or PallasFlash.of(eqn) or Splash.of(eqn)
+    called = _in_pallas(eqn)
+    if called is None:
+        return Cudnn.of(open_jaxpr(eqn.params["call_jaxpr"])[0])
+    kernel, constants = called
+    return kernel.of(eqn, constants)
 
 
 def calls_kernel(eqn: Any) -> bool:
@@ -380,10 +369,25 @@ def calls_kernel(eqn: Any) -> bool:
     if eqn.primitive.name != "custom_vjp_call":
         return False
     inner = all_equations(open_jaxpr(eqn.params["call_jaxpr"])[0])
+    return _in_pallas(eqn) is not None or any(one.primitive.name in FORWARD for one in inner)
+
+
+_BY_DERIVATIVE: Mapping[tuple[str, str], type[PallasFlash | Splash]] = {
+    (PallasFlash.LIBRARY, "_flash_attention_bwd"): PallasFlash,
+    (Splash.LIBRARY, "_splash_attention_bwd"): Splash,
+}
+
+
+def _in_pallas(eqn: Any) -> tuple[type[PallasFlash | Splash], dict[str, Any]] | None:
+    """Return the kernel in Pallas that a `jax.custom_vjp` calls, and its constants by their names;
+    None if it calls none."""
     derivative = derivative_of(eqn)
-    libraries = PallasFlash.LIBRARY, Splash.LIBRARY
-    pallas = derivative is not None and derivative[0].__module__ in libraries
-    return pallas or any(one.primitive.name in FORWARD for one in inner)
+    if derivative is None:
+        return None
+    function, constants = derivative
+    kernel = _BY_DERIVATIVE.get((function.__module__, function.__name__))
+    names = inspect.signature(function).parameters
+    return None if kernel is None else (kernel, dict(zip(names, constants, strict=False)))
 
 
 # --- Operations -----------------------------------------------------------------------------------

@@ -246,13 +246,13 @@ def _read_each_turn(eqn: Any, roots: Mapping[Any, Any], batch: Set[Any]) -> list
         consts, carry = body.invars[:count], body.invars[count:]
     else:
         return []
+    if turns == 1:
+        return []
     outside = {
         var: atom
         for var, atom in zip(body.invars, read, strict=True)
         if not isinstance(atom, Literal)
     }
-    if turns == 1:
-        return []
     shared = {var: var for var in consts if outside.get(var) in roots}
     # What is carried starts as zeros, or counts iterations.
     varies = {var for var in carry if jnp.issubdtype(var.aval.dtype, jnp.inexact)}

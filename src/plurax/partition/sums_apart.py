@@ -53,10 +53,8 @@ def add_apart(
     if any(created) and any(not one.deferred and one.value.sharding.axes for one in inputs):
         return None  # What is created for its reader is created as the other is split.
     partial, rest = ([part for part in parts if part] for parts in zip(*terms, strict=True))
-    axes, shape = (
-        {context.first(one).sharding.partial for one in partial},
-        eqn.outvars[0].aval.shape,
-    )
+    axes = {context.first(one).sharding.partial for one in partial}
+    shape = eqn.outvars[0].aval.shape
     if len(axes) != 1 or not rest or not next(iter(axes)).isdisjoint(REPLICAS):
         return None
     # The addition repeats a term with fewer numbers.
@@ -64,6 +62,7 @@ def add_apart(
         len(rest) > 1 and all(one.shape != shape for one in rest)
     ):
         return None
+    # A partial sum that is not created yet is created as it is, for this sum reads it.
     for one in partial:
         partitioner.value(one)
     # What the sum meets further on holds for its terms.

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 from plurax.jaxpr.interpret import bind
@@ -205,11 +206,22 @@ def dynamic_update_slice(context: RuleContext, eqn: Any, inputs: list[ValueVersi
 
 
 def fft(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
-    """Transform dims, which are replicated first. The transform is linear, so partial sums stay."""
+    """Transform dims, which are replicated first. The transform is linear, so partial sums stay.
+
+    XLA's CPU compiler takes the order of dims in memory from what reads the result, such as a
+    reduce-scatter of columns, and cannot run a transform with another one than rows first.
+    """
     rank = len(inputs[0].shape)
     dims = list(range(rank - len(eqn.params["fft_lengths"]), rank))
     operand = _linear(context, eqn, inputs, dims)
-    return decided(context, eqn, inputs, [operand], operand.sharding)
+    decision = decided(context, eqn, inputs, [operand], operand.sharding)
+    if not context.axes.on_cpu:
+        return decision
+
+    def transform(shard: Array) -> list[Array]:
+        return with_layout_constraint(bind(eqn, [shard]), Layout(tuple(range(rank))))
+
+    return dataclasses.replace(decision, execute=transform)
 
 
 def matrices(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
