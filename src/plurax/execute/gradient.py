@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, PyTree
 
 from plurax import errors, tree
 from plurax.errors import hints
+from plurax.execute.penalties import PENALTIES, PenalizedLoss
 from plurax.execute.rows import Rows
 from plurax.freezing import trained, with_frozen
 from plurax.jaxpr.batch_minor import batch_minor
@@ -237,33 +238,37 @@ def gradient(
     remat: Remat = "none",
     *,
     ordered: bool = False,
+    penalties_apart: bool = False,
 ) -> Callable[[PyTree, PyTree, Rows], tuple[Totals, PyTree]]:
     """Return `(params, model_state, rows) -> (totals, model_state)`, the gradient included.
 
     **Arguments:** `batch_dim="minor"` rewrites the computation to hold the batch in the minor dim;
     `remat` selects what the backward pass recomputes; with `ordered`, recomputation waits for the
     cotangents (a data dependency inserted here; without it the caller that interprets the jaxpr
-    inserts one).
+    inserts one). With `penalties_apart` the gradient lacks that of penalties, and the metrics have
+    the loss's derivatives by them, a list of scalars, under `PENALTIES`.
     """
-    loss = rematerialized(with_precision(task.loss, precision, task.stateful), remat)
+    loss = with_precision(task.loss, precision, task.stateful)
 
-    def total_loss(
-        some: PyTree, params: PyTree, model_state: PyTree, rows: Rows
-    ) -> tuple[Array, tuple[Totals, PyTree]]:
-        params = with_frozen(some, params)
-        size = rows.mask.shape[0]
+    def run(params: PyTree, state: PyTree, rows: Rows) -> tuple[Totals, PyTree]:
         extra = (rows.mask,) if task.coupled else ()
-        states = (model_state,) if task.stateful else ()
-        output = loss(params, *states, rows.batch, rows.keys, *extra)
-        losses, metrics, model_state = split_output(task, output, model_state, size)
-        totals = weighted_sums(losses, metrics, check_weight(task, rows.batch, size), rows)
-        return totals.loss, (totals, model_state)
+        args = (*((state,) if task.stateful else ()), rows.batch, rows.keys, *extra)
+        penalized = PenalizedLoss.of(loss, params, *args) if penalties_apart else None
 
-    def run(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Totals, PyTree]:
-        grads, (totals, model_state) = jax.grad(total_loss, has_aux=True)(
-            trained(task.frozen, params), params, model_state, rows
+        def total_loss(some: PyTree, offsets: list[Array]) -> tuple[Array, tuple[Totals, PyTree]]:
+            fun = loss if penalized is None else penalized.with_offsets(offsets)
+            output = rematerialized(fun, remat)(with_frozen(some, params), *args)
+            size = rows.mask.shape[0]
+            losses, metrics, model_state = split_output(task, output, state, size)
+            totals = weighted_sums(losses, metrics, check_weight(task, rows.batch, size), rows)
+            return totals.loss, (totals, model_state)
+
+        offsets = [] if penalized is None else penalized.offsets()
+        (grads, by), (totals, model_state) = jax.grad(total_loss, argnums=(0, 1), has_aux=True)(
+            trained(task.frozen, params), offsets
         )
-        return totals._replace(grads=grads), model_state
+        metrics = totals.metrics | ({PENALTIES: by} if by else {})
+        return totals._replace(grads=grads, metrics=metrics), model_state
 
     run_ = batch_minor(run, batch_argument=2) if batch_dim == "minor" else run
     return order_recomputation(run_) if ordered and remat != "none" else run_

@@ -45,6 +45,7 @@ from plurax.execute.gradient import Totals, device_predict, evaluation, gradient
 from plurax.execute.initial_state import new_state
 from plurax.execute.layouts.state_shardings import StateShardings, stacks
 from plurax.execute.mask import loss_arguments
+from plurax.execute.penalties import PENALTIES, has_penalties, penalized_gradients
 from plurax.execute.reduction import reduced
 from plurax.execute.rows import Rows
 from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
@@ -128,6 +129,7 @@ class ShardedBackend(Backend):
         if order_layers is not None:
             like = jax.eval_shape(order_layers, like)
         self.layout = StateShardings(like, plan, rules, sizes, stacked, layered, frozen=task.frozen)
+        self._rows, self._has_penalties = rows, has_penalties(jaxpr, like.params)
         tags = annotations_in(jaxpr)
         names = activation_names(tags)
         paths = list(tree.named_leaves(like.params))
@@ -200,7 +202,14 @@ class ShardedBackend(Backend):
         )
 
     def _total(self, split: bool = True) -> BatchTotals:
-        fun = gradient(self.task, self.plan.precision, remat=self.plan.remat)
+        fun = gradient(
+            self.task, self.plan.precision, remat=self.plan.remat,
+            penalties_apart=self._has_penalties,
+        )  # fmt: skip
+        total = self._total_of_rows(fun, split)
+        return self._with_penalties(total) if self._has_penalties else total
+
+    def _total_of_rows(self, fun: Any, split: bool) -> BatchTotals:
         each, microbatches = self._gradient(fun, split), self.plan.most_microbatches
         if not self.task.coupled:
             last = self._gradient(fun, split, last=True) if self._reduces_early else None
@@ -208,6 +217,26 @@ class ShardedBackend(Backend):
         if split:
             return coupled_totals(each, microbatches, self._reduced, self._data)
         return uneven_totals(each, microbatches, self._reduced)
+
+    def _with_penalties(self, total: BatchTotals) -> BatchTotals:
+        """Return totals with the gradients of penalties (`penalties.py`), on shards."""
+        loss = with_precision(self.task.loss, self.plan.precision, self.task.stateful)
+        arguments = loss_arguments(self.task, self.layout.like, self._rows)
+        whole = penalized_gradients(loss, arguments, self.task.frozen)
+        shards = self.layout.gradient_shards
+
+        def run(params: PyTree, *rest: Any) -> tuple[Totals, PyTree]:
+            totals, state = total(params, *rest)
+            metrics = {**totals.metrics}
+            by = metrics.pop(PENALTIES)
+            grads = self._values(totals.grads, self.layout.gradient_like, shards)
+            args = (self._parameters(params), grads, _whole(by))
+            partitioner = self.partitioner()
+            grads = partition(whole, partitioner, args, lambda _: self.expanded(shards))
+            self.warn_of(partitioner.records)
+            return totals._replace(grads=_arrays(grads), metrics=metrics), state
+
+        return run
 
     @property
     def _reduces_early(self) -> bool:
