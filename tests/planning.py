@@ -118,8 +118,7 @@ def bytes_sent(graph, solution):
     within = zip(graph.nodes, choice, strict=True)
     total = sum(node.trips * node.strategies[one].bytes_sent for node, one in within)
     for value in graph.values:
-        source, copies = problem.needed(value, choice)
-        for target, trips in copies:
+        for source, target, trips in problem.copies(value, choice):
             total += trips * problem.reshard(value.tensor, source, target)
     return total
 

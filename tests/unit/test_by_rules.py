@@ -17,6 +17,7 @@ from plurax.planner import exact
 from plurax.planner.costs import TimeCosts
 from plurax.planner.fewest import Walk
 from plurax.planner.graph import graph_of_step
+from plurax.planner.rule_strategies import decided_by_rules
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
 
@@ -29,7 +30,35 @@ def machine(bandwidth):
 
 SLOW = machine(1e9)
 
+
+def modulated():
+    """Layers whose outputs are scaled, as a diffusion transformer's are by the time step.
+
+    A product's partial sum meets a factor that is split, and what a layer returns is split then.
+    """
+
+    def init(key):
+        shapes = {"scale": (64, 64), "up": (64, 256), "down": (256, 64)}
+        keys = jax.random.split(key, 3)
+        each = zip(keys, shapes.items(), strict=True)
+        return {name: 0.1 * jax.random.normal(one, (2, *shape)) for one, (name, shape) in each}
+
+    def loss(params, batch, keys):
+        def layer(x, p):
+            by = (batch["x"].mean(1) @ p["scale"])[:, None]
+            hidden = jnp.tanh(x * (1 + by) @ p["up"])
+            return x + by * (hidden @ p["down"]), None
+
+        x, _ = jax.lax.scan(layer, batch["x"], params)
+        return (x**2).mean((1, 2))
+
+    return px.Task(init=init, loss=loss)
+
+
+MODULATED = {"up": (None, None, "tensor"), "down": (None, "tensor", None)}
+
 TASKS = {
+    "modulated": lambda: (modulated(), {"x": jnp.zeros((8, 16, 64))}),
     "blocks": lambda: (block_task(2), TEXT),
     "stack": lambda: (models.transformer_stack(), models.text(32)),
     "perceptron": lambda: (perceptron(), perceptron_rows(64)),
@@ -41,14 +70,15 @@ TASKS = {
 @pytest.mark.parametrize("name", TASKS)
 def test_the_partitioner_computes_what_is_solved(name, size):
     task, batch = TASKS[name]()
-    graph = graph_of_step(task, Plan(tensor=size), batch)
-    solution = exact.solve(graph, TimeCosts(SLOW, Plan(tensor=size)), by_rules=True)
+    graph = decided_by_rules(graph_of_step(task, Plan(tensor=size), batch))
+    solution = exact.solve(graph, TimeCosts(SLOW, Plan(tensor=size)))
     chosen = zip(graph.nodes, solution.choice, strict=True)
     flops = sum(node.trips * node.strategies[choice].flops for node, choice in chosen)
     moved = Walk(graph).moved(solution.parameters, [])
     assert moved.flops == flops
-    if size == 2 and name != "stack":  # whose layers name activations
-        assert moved.bytes_sent == pytest.approx(bytes_sent(graph, solution))
+    if name != "stack":  # whose layers name activations
+        # Up to a number, the loss.
+        assert moved.bytes_sent == pytest.approx(bytes_sent(graph, solution), rel=1e-4)
     replicated = {
         path: TensorSharding.replicated(len(tensor.shape))
         for path, tensor in graph.parameters.items()
@@ -56,17 +86,118 @@ def test_the_partitioner_computes_what_is_solved(name, size):
     assert flops < 0.75 * Walk(graph).moved(replicated, []).flops
 
 
+@pytest.mark.parametrize("scale", [None, (None, None, "tensor")])
+def test_a_partial_sum_is_reduced_where_the_partitioner_does(scale):
+    """Bytes of rules by hand: with a split factor each layer scatters the sum and gathers it."""
+    task, batch = TASKS["modulated"]()
+    graph = decided_by_rules(graph_of_step(task, Plan(tensor=4), batch))
+    rules = Rules(Plan(shardings=MODULATED | {"scale": scale or (None,) * 3}).rules, {"tensor": 4})
+    pinned = {
+        path: (rules.find(path, one.shape) or TensorSharding.replicated(len(one.shape)),)
+        for path, one in graph.parameters.items()
+    }
+    solution = exact.solve(graph, TimeCosts(SLOW, Plan(tensor=4)), pinned)
+    moved = Walk(graph).moved(solution.parameters, [])
+    assert bytes_sent(graph, solution) == pytest.approx(moved.bytes_sent, rel=1e-4)  # a number
+
+
+COLUMNS = {
+    "embed/*": (None, "tensor"),
+    "blocks/qkv": (None, None, None, "tensor", None),
+    "blocks/ao": (None, "tensor", None, None),
+    "blocks/in": (None, None, "tensor"),
+    "blocks/out": (None, "tensor", None),
+    "head/w": (None, "tensor"),
+    "blocks/g*": (None, "tensor"),
+}
+
+
+def test_a_residual_stream_that_parameters_split_is_carried_so():
+    """Split by an embedding and by norms, it is gathered only for products."""
+    task, batch = TASKS["blocks"]()
+    graph = decided_by_rules(graph_of_step(task, Plan(tensor=4), batch))
+    rules = Rules(Plan(shardings=COLUMNS).rules, {"tensor": 4})
+    pinned = {
+        path: (rules.find(path, one.shape) or TensorSharding.replicated(len(one.shape)),)
+        for path, one in graph.parameters.items()
+    }
+    solution = exact.solve(graph, TimeCosts(SLOW, Plan(tensor=4)), pinned)
+    moved = Walk(graph).moved(solution.parameters, [])
+    assert bytes_sent(graph, solution) == pytest.approx(moved.bytes_sent, rel=1e-4)
+    chosen = zip(graph.nodes, solution.choice, strict=True)
+    assert moved.flops == sum(node.trips * node.strategies[one].flops for node, one in chosen)
+
+
+BEHIND = {
+    "a bias": lambda y, bias, key: y + bias[None],
+    "dropout": lambda y, bias, key: jnp.where(jax.random.bernoulli(key, 0.9, y.shape), y, 0.0),
+    "what is not linear": lambda y, bias, key: jnp.tanh(y * bias[None]),
+}
+"""What follows on a row-parallel product before the residual is added to it."""
+
+
+def residual(behind, name=lambda x: x):
+    """Layers whose residual stream is split: by `name`, or by the product that it starts with."""
+
+    def init(key):
+        shapes = {"up": (3, 16, 64), "down": (3, 64, 16), "bias": (3, 16), "embed": (16, 16)}
+        return {name: jnp.ones(shape) for name, shape in shapes.items()}
+
+    def loss(params, example, key):
+        def layer(x, scanned):
+            p, key = scanned
+            x = name(x)
+            normal = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+            y = BEHIND[behind](jnp.tanh(normal @ p["up"]) @ p["down"], p["bias"], key)
+            return name(x + y), None
+
+        layers = {name: params[name] for name in ("up", "down", "bias")}
+        x = example["x"] @ params["embed"]
+        return (jax.lax.scan(layer, x, (layers, jax.random.split(key, 3)))[0] ** 2).mean()
+
+    return px.Task(init=init, loss=px.per_example(loss))
+
+
+@pytest.mark.parametrize(
+    "remat", ["dots", *(pytest.param(one, marks=pytest.mark.ci) for one in ("none", "full"))]
+)
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "columns"])
+@pytest.mark.parametrize(
+    "behind", ["a bias", *(pytest.param(one, marks=pytest.mark.ci) for one in list(BEHIND)[1:])]
+)
+def test_a_partial_sum_is_scattered_to_where_it_is_met(behind, tokens, remat):
+    """Bytes of Megatron's shardings with tokens split between layers, or a stream by columns."""
+    if (behind, tokens, remat) == ("what is not linear", True, "full"):
+        pytest.skip("the graph does not know that a cotangent is met in a recomputed part")
+    sequence = ["residual"] if tokens else []
+    rules = px.sharding.megatron(column=["up"], row=["down"], sequence=sequence)
+    rules |= {} if tokens else {"embed": (None, "tensor")}
+    plan = Plan(tensor=4, remat=remat, shardings=rules)
+    task = residual(behind, (lambda x: px.sharding.name(x, "residual")) if tokens else lambda x: x)
+    graph = decided_by_rules(graph_of_step(task, plan, {"x": jnp.zeros((8, 12, 16))}))
+    find = Rules(plan.rules, graph.axes.mesh).find
+    pinned = {
+        path: (find(path, one.shape) or TensorSharding.replicated(len(one.shape)),)
+        for path, one in graph.parameters.items()
+    }
+    solution = exact.solve(graph, TimeCosts(SLOW, plan), pinned)
+    moved = Walk(graph, find).moved(solution.parameters, [])
+    assert bytes_sent(graph, solution) == pytest.approx(moved.bytes_sent, rel=1e-3)  # a number
+    chosen = zip(graph.nodes, solution.choice, strict=True)
+    assert moved.flops == sum(node.trips * node.strategies[one].flops for node, one in chosen)
+
+
 def test_parameters_are_read_as_they_are_stored():
     """To move them is not what the partitioner does, cheap as it may be."""
     task, batch = TASKS["stack"]()
-    graph = graph_of_step(task, Plan(tensor=2), batch)
+    graph = decided_by_rules(graph_of_step(task, Plan(tensor=2), batch))
     rules = Rules(Plan(shardings=MEGATRON).rules, graph.axes.mesh)
     pinned = {
         path: (rules.find(path, one.shape) or TensorSharding.replicated(len(one.shape)),)
         for path, one in graph.parameters.items()
     }
     costs = TimeCosts(machine(1e8), Plan(tensor=2))
-    solution = exact.solve(graph, costs, pinned, by_rules=True)
+    solution = exact.solve(graph, costs, pinned)
     chosen = zip(graph.nodes, solution.choice, strict=True)
     moved = Walk(graph).moved(solution.parameters, [])
     assert moved.flops == sum(node.trips * node.strategies[one].flops for node, one in chosen)

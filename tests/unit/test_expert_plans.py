@@ -274,3 +274,73 @@ def test_what_experts_try(sizes, wanted):
 
 if __name__ == "__main__":
     write()
+
+
+H100 = px.Machine.preset("8xH100-80GB")
+
+
+def biased():
+    """Feed-forward layers with biases, whose tokens are split between them, as in Megatron."""
+
+    def init(key):
+        up, down = jnp.zeros((2048, 8192)), jnp.zeros((8192, 2048))
+        return {"up": up, "down": down, "gain": jnp.ones(2048), "bias": jnp.zeros(2048)}
+
+    def block(params, x, batch, keys):
+        x = px.sharding.name(x, "residual")
+        norm = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5) * params["gain"][None, None]
+        x = x + jax.nn.gelu(norm @ params["up"]) @ params["down"] + params["bias"][None, None]
+        return px.sharding.name(x, "residual")
+
+    task = px.stack(
+        embed=(lambda key: jnp.zeros((64, 2048)), lambda params, batch, keys: batch["x"] @ params),
+        block=(init, block),
+        head=(lambda key: {}, lambda params, x, batch, keys: jnp.mean(x**2, (1, 2))),
+        depth=8,
+    )
+    rules = {"*/up": (None, None, "tensor"), "*/down": (None, "tensor", None)}
+    batch = {"x": jax.ShapeDtypeStruct((32, 1024, 64), jnp.float32)}
+    return task, batch, rules, {"residual": (..., "tensor", None)}
+
+
+def uneven_widths():
+    """Residual layers of different widths, each a stage or a part of one."""
+    widths = (1024, 1024, 4096, 4096, 1024, 1024, 8192, 1024)
+
+    def init(key):
+        each = enumerate(widths)
+        return {f"{i}": {"up": jnp.zeros((1024, n)), "down": jnp.zeros((n, 1024))} for i, n in each}
+
+    def loss(params, batch, keys):
+        x = batch["x"]
+        for i in range(len(widths)):
+            x = px.pipeline.stage_boundary(x) if i else x
+            x = x + jax.nn.relu(x @ params[f"{i}"]["up"]) @ params[f"{i}"]["down"]
+        return (x**2).mean(-1)
+
+    rules = {"*/up": (None, "tensor"), "*/down": ("tensor", None)}
+    batch = {"x": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
+    return px.Task(init=init, loss=loss), batch, rules, {}
+
+
+@pytest.mark.parametrize(
+    ("network", "sizes"),
+    [
+        (biased, {"microbatches": 4, "remat": "dots", "precision": "bfloat16"}),
+        pytest.param(
+            uneven_widths,
+            {"microbatches": 2, "remat": "none", "schedule": "eager-1f1b"},
+            marks=pytest.mark.ci,
+        ),
+    ],
+    ids=["biased", "uneven"],
+)
+def test_no_shardings_by_hand_are_faster_in_stages(network, sizes):
+    """A plan has no strategies of equations there: what operator rules decide is searched."""
+    (task, batch, rules, annotated), optimizer = network(), optax.adam(1e-3)
+    sizes = {"data": 1, "pipeline": 2, "tensor": 4, "zero": 0, "schedule": "1f1b"} | sizes
+    plan = px.Plan(**sizes, shardings=annotated | rules)
+    by_hand = px.estimate(task, optimizer, plan, batch, H100)
+    pinned = sizes | {"shardings": annotated}
+    found = px.search(task, optimizer, batch, H100, pinned=pinned, count=1, memory=1e15)
+    assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9)

@@ -46,14 +46,14 @@ def shrinking(eqns: Sequence[Any], results: Sequence[Any]) -> frozenset[Any]:
         for place, atom in enumerate(eqn.invars):
             if isinstance(atom, Literal):
                 continue
-            if len(eqn.outvars) == 1 and _linear(eqn, place):
+            if len(eqn.outvars) == 1 and linear(eqn, place):
                 behind[atom] = behind.get(atom, 0) + needed(eqn.outvars[0])
             else:
                 whole.add(atom)
     return frozenset(less)
 
 
-def _linear(eqn: Any, place: int) -> bool:
+def linear(eqn: Any, place: int) -> bool:
     """Whether the rule of an operation leaves this operand a partial sum, the others being none."""
     name = eqn.primitive.name
     if sum(other is eqn.invars[place] for other in eqn.invars) > 1:

@@ -56,12 +56,14 @@ class TimeCosts:
     """What the solver minimises: seconds on a machine. A cost of infinity forbids.
 
     **Fields:** `machine`; `plan`, of which `data`, `zero`, `microbatches` and `pipeline` count;
-    `state_ratios`, for each parameter the bytes of its optimizer state by its own bytes.
+    `state_ratios`, for each parameter the bytes of its optimizer state by its own bytes; `exposed`,
+    the share of a collective's seconds in which a device computes nothing.
     """
 
     machine: Machine
     plan: Plan = dataclasses.field(default_factory=Plan)
     state_ratios: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    exposed: float = 1.0
 
     @property
     def scale(self) -> float:
@@ -98,7 +100,7 @@ class TimeCosts:
     def _collective(self, axes: Axes, kind: str, sent: float, over: Sequence[str]) -> float:
         sizes, devices = axes.sizes, self._devices(axes)
         # A collective is a kernel.
-        return self.machine.start_seconds + collective_seconds(
+        return self.machine.start_seconds + self.exposed * collective_seconds(
             self.machine, kind, sent, over, sizes, devices
         )
 

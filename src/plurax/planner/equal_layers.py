@@ -10,28 +10,34 @@ what one costs counts 48 times.
 
 Two nodes are equal if they have one kind, the same strategies and as many trips. A period counts if
 it holds a matrix product and is seen three times or more: two layers are cheap to decide apart.
-Parameters are equal if equal nodes read them in the same place.
+Layers with one product each, as of a perceptron, may be better in pairs: one split by columns, the
+next by rows. Parameters are equal if equal nodes read them in the same place.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from plurax.planner.graph import Graph
+from plurax.planner.graph import Graph, GraphValue
 
 
-def classes_of(graph: Graph) -> list[int]:
-    """Return for each node the first node that is decided with it: itself, if it is alone."""
+def classes_of(graph: Graph, choice: Sequence[int] | None = None) -> list[list[int]]:
+    """Return for each node the first node that is decided with it: itself, if it is alone.
+
+    Another list follows if there are layers of one product: there they are equal in pairs. With a
+    `choice`, of a strategy for each node, nodes are equal if these are, too.
+    """
     known: dict[Any, int] = {}
     kinds = np.asarray([
-        known.setdefault((node.kind, node.strategies, node.trips), len(known))
-        for node in graph.nodes
+        known.setdefault((node.kind, node.strategies, node.trips, choice and choice[i]), len(known))
+        for i, node in enumerate(graph.nodes)
     ])  # fmt: skip
     products = np.asarray([
         any(strategy.product for strategy in node.strategies) for node in graph.nodes
     ])  # fmt: skip
     ordered = [index for index, node in enumerate(graph.nodes) if node.kind not in _LAST]
-    classes = list(range(len(graph.nodes)))
+    every = [list(range(len(graph.nodes))) for _ in range(2)]
     spans = [(0, len(ordered))]
     while spans:
         start, stop = spans.pop()
@@ -39,11 +45,30 @@ def classes_of(graph: Graph) -> list[int]:
         first, period, length = _longest(kinds[span], products[span])
         if not period:
             continue
-        for index in range(first + period, first + length):
-            classes[span[index]] = classes[span[index - period]]
+        layers = span[first : first + 2 * period].reshape(2, period)
+        pair = 2 if _decided_in_pairs(graph, layers, products) else 1
+        for classes, apart in zip(every, (period, pair * period), strict=True):
+            for index in range(first + apart, first + length):
+                classes[span[index]] = classes[span[index - apart]]
         spans += [(start, start + first), (start + first + length, stop)]
-    _tie_parameters(graph, classes)
-    return classes
+    if every[0] == every[1]:
+        every.pop()
+    for classes in every:
+        _tie_parameters(graph, classes)
+    return every
+
+
+def _decided_in_pairs(graph: Graph, layers: Any, products: Any) -> bool:
+    """Whether a layer, of two by their nodes, has one product with weights and reads the other."""
+    first, second = map(list, layers)
+
+    def reads(index: int) -> list[GraphValue]:
+        places = range(len(graph.nodes[index].strategies[0].inputs))
+        every = (graph.reads.get((index, place)) for place in places)
+        return [value for value in every if value is not None]
+
+    weighted = [i for i in first if products[i] and not all(one.varying for one in reads(i))]
+    return len(weighted) == 1 and any(one.node in first for i in second for one in reads(i))
 
 
 _LAST = ("parameter", "argument", "output")

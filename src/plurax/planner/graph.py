@@ -132,7 +132,8 @@ class Graph:
     **Fields:** `axes` of the mesh; `searched`, the axes over which operators may be split; `nodes`;
     `values` that are read by some node; `parameters`, for each parameter's path its shape and
     dtype; `traced`, the closed jaxpr of which it is the graph, and `args`, what that was traced
-    with.
+    with; `meets`, where rules decide (`plurax.planner.rule_strategies`), for an input, by node and
+    place, the nodes and outputs that a partial sum of it meets further on.
     """
 
     axes: Axes
@@ -142,6 +143,9 @@ class Graph:
     parameters: Mapping[str, Tensor]
     traced: Any = None
     args: tuple[PyTree, ...] = ()
+    meets: Mapping[tuple[int, int], tuple[tuple[int, int], ...]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @functools.cached_property
     def equations(self) -> dict[str, Any]:
@@ -152,15 +156,6 @@ class Graph:
     def reads(self) -> dict[tuple[int, int], GraphValue]:
         """The value that each input of a node reads; none where zeros are created."""
         return {(use.node, use.input): value for value in self.values for use in value.uses}
-
-    @functools.cached_property
-    def of_parameters(self) -> frozenset[int]:
-        """The parameters, and the nodes that follow from them without the batch."""
-        nodes = {index for index, node in enumerate(self.nodes) if node.kind == "parameter"}
-        for (index, _), value in sorted(self.reads.items(), key=lambda read: read[0]):
-            if not value.varying and value.node in nodes and self.nodes[index].decides:
-                nodes.add(index)  # in the order of evaluation
-        return frozenset(nodes)
 
     def index(self, name: str) -> int:
         """Return the index of a node by the name of its parameter or the path of its equation.
@@ -230,21 +225,29 @@ def graph_of(
 class KnownGraphs:
     """What graphs of one task and batch have in common.
 
-    **Fields:** `traces`, by rows, precision and remat policy; `finders` of strategies, by axes:
-    under another policy most equations are equal.
+    **Fields:** `traces`, by rows, precision and remat policy; `finders` of strategies, by axes and
+    by whether rules decide: under another policy most equations are equal.
     """
 
     traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    finders: dict[Axes, StrategyFinder] = dataclasses.field(default_factory=dict)
+    finders: dict[tuple[Axes, bool], StrategyFinder] = dataclasses.field(default_factory=dict)
 
 
-def graph_of_step(task: Task, plan: Plan, batch: PyTree, known: KnownGraphs | None = None) -> Graph:
+def graph_of_step(
+    task: Task,
+    plan: Plan,
+    batch: PyTree,
+    known: KnownGraphs | None = None,
+    *,
+    by_rules: bool = False,
+) -> Graph:
     """Return the graph of one device's microbatch under a plan, to be split over `tensor`.
 
     **Arguments:** `batch`: arrays or `jax.ShapeDtypeStruct`s, of all devices. Of the plan `data`,
     `microbatches` and `tensor` count, `precision` and `remat`, and its `shardings` for annotations;
     its shardings for parameters do not: these are what is searched. Traces that are `known` are
-    used again for as many rows, unless they name the mesh that they are of.
+    used again for as many rows, unless they name the mesh that they are of. With `by_rules`
+    equations have the replicated strategy alone, which those of rules replace (`decided_by_rules`).
     """
     known = KnownGraphs() if known is None else known
     size = plan.padded_size(leading_dim(batch)) // plan.parts
@@ -255,7 +258,8 @@ def graph_of_step(task: Task, plan: Plan, batch: PyTree, known: KnownGraphs | No
     split = ["tensor"] if plan.tensor > 1 else []
     axes = Axes(dict.fromkeys(split, plan.tensor), permutes=plan.pipeline == 1)
     named = Rules(plan.rules, {"tensor": plan.tensor}).find
-    finder = known.finders.setdefault(axes, StrategyFinder(axes, split))
+    new = StrategyFinder(axes, split, replicated=by_rules)
+    finder = known.finders.setdefault((axes, by_rules), new)
     trips = plan.most_microbatches
     return graph_of(closed, args, axes, searched=split, trips=trips, named=named, finder=finder)
 

@@ -121,7 +121,7 @@ class _LayerBuilder:
     def __init__(self, found: Sharded) -> None:
         self._graph, self._choice = found.graph, found.solution.choice
         self._eqns = self._graph.equations
-        self._body, self._whole = _body(self._graph, self._eqns)
+        self._body, self._whole = _body(self._graph, self._choice, self._eqns)
         self._output = len(self._graph.nodes)
         self._input = -self._output - 1
         self._kinds = {
@@ -145,18 +145,20 @@ class _LayerBuilder:
         if source is None:
             return
         sharding = self._strategy(value.node).outputs[value.output]
-        copied = set()
+        copied: set[Any] = set()
         for use in value.uses:
             target = self._target(use, value.node)
             if target is None:
                 continue
-            wanted = self._strategy(use.node).inputs[use.input]
-            steps = reshard_steps(self._graph.axes, value.tensor, sharding, wanted) or ()
+            moves = self._strategy(use.node).reshards(use.input, sharding)
+            steps = [
+                step for move in moves if move not in copied
+                for step in reshard_steps(self._graph.axes, value.tensor, *move) or ()
+            ]  # fmt: skip
             sent = tuple((one.kind, one.bytes_sent) for one in steps if one.bytes_sent)
-            if sent and wanted in copied:
+            if not copied.isdisjoint(moves):
                 self._shared.add((source, target))
-                sent = ()
-            copied.add(wanted)
+            copied.update(moves)
             self._edges[source, target] = self._edges.get((source, target), ()) + sent
             self._values[source, target] = value.tensor, sharding
 
@@ -373,7 +375,7 @@ def _summed(sent: Iterable[tuple[str, float]]) -> Sent:
 # --- Which equations are a layer ------------------------------------------------------------------
 
 
-def _body(graph: Graph, eqns: Mapping[str, Any]) -> tuple[set[int], bool]:
+def _body(graph: Graph, choice: Sequence[int], eqns: Mapping[str, Any]) -> tuple[set[int], bool]:
     """Return the nodes of one layer's forward pass, and whether they are of the whole network."""
     forward = {i for i, node in enumerate(graph.nodes) if _forward(node.path, eqns)}
     loops: dict[str, float] = collections.defaultdict(float)
@@ -386,7 +388,7 @@ def _body(graph: Graph, eqns: Mapping[str, Any]) -> tuple[set[int], bool]:
         loop = max(loops, key=lambda path: (loops[path], -path.count("/")))
         inside = [i for i, node in enumerate(graph.nodes) if node.path.startswith(f"{loop}/")]
         return {i for i in inside if not _boundary_of(loop, graph.nodes[i].path)}, False
-    classes = classes_of(graph)
+    classes = classes_of(graph, choice)[0]
     sizes = collections.Counter(classes)
     first = {index for index in forward if classes[index] == index and sizes[index] > 2}
     return (first, False) if first else (forward, True)

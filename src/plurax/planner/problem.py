@@ -14,12 +14,12 @@ import difflib
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from plurax import errors
 from plurax.jaxpr.compat import ANNOTATIONS
 from plurax.planner.costs import TimeCosts
-from plurax.planner.graph import Graph, GraphValue, Use
+from plurax.planner.graph import Graph, GraphValue
 from plurax.planner.origins import in_words
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import entries_of, spelled
@@ -35,7 +35,8 @@ Within = Sequence[Sequence[int]]
 SAID_BY_MODEL = ANNOTATIONS | {"shard_map"}
 """Operators by which a model itself says shardings."""
 
-Copies = dict[tuple[TensorSharding, float], None]
+Copies = dict[tuple[TensorSharding, TensorSharding, float], None]
+"""Reshards, from and to a sharding, and how often each is done in a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +69,7 @@ def written(inputs: Sequence[TensorSharding | None]) -> str:
 class Problem:
     """A graph with the cost of every strategy, and the strategies that pins and `within` leave.
 
-    With `by_rules` a plan says the shardings of parameters and no strategies of equations. The
-    partitioner then computes an equation as its operands come, and nothing else is possible:
-
-        x (8, 2048, 512) replicated, w (512, 2048) by columns    x @ w by columns
-        x replicated, w replicated                               not by rows of x, for no reason
-        h (8, 2048, 2048) by columns, w (2048, 512) by rows      a partial sum: neither is moved
-
-    **Attributes:** `graph`, `costs`; `allowed`, for each node the indices of the strategies that
-    are possible; `node_costs`, for each node the cost of each strategy.
+    **Attributes:** `graph`, `costs`; `reshard`, the cost of a reshard.
 
     Raises `PlanError` for a pin of no node, or that is no strategy of it.
     """
@@ -87,19 +80,24 @@ class Problem:
         costs: TimeCosts,
         pinned: Pins | None = None,
         within: Within | None = None,
-        *,
-        by_rules: bool = False,
     ) -> None:
-        self.graph, self.costs, self.by_rules = graph, costs, by_rules
-        self.node_costs = [self._costs_of(index, within) for index in range(len(graph.nodes))]
-        self.allowed = [
+        self.graph, self.costs, self._within = graph, costs, within
+        for path, inputs in (pinned or {}).items():
+            self._pin(path, tuple(inputs))
+        self.reshard = functools.cache(functools.partial(costs.reshard, graph.axes))
+
+    @functools.cached_property
+    def node_costs(self) -> list[list[float]]:
+        """For each node the cost of each strategy; infinity for those that are not possible."""
+        return [self._costs_of(index, self._within) for index in range(len(self.graph.nodes))]
+
+    @functools.cached_property
+    def allowed(self) -> list[list[int]]:
+        """For each node the indices of the strategies that are possible."""
+        return [
             [choice for choice, cost in enumerate(each) if cost < math.inf]
             for each in self.node_costs
         ]
-        for path, inputs in (pinned or {}).items():
-            self._pin(path, tuple(inputs))
-        self._operands = [*self._operands_by_rules()] if by_rules else [()] * len(graph.nodes)
-        self.reshard = functools.cache(functools.partial(costs.reshard, graph.axes))
 
     def _costs_of(self, index: int, within: Within | None) -> list[float]:
         """Return the costs of a node's strategies; infinity for those that are not `within`."""
@@ -139,80 +137,23 @@ class Problem:
                 f"{len(every)} inputs from which it can, these are nearest:{some}"
             )
 
-    def reaches(
-        self, value: GraphValue, use: Use, source: TensorSharding, target: TensorSharding
-    ) -> bool:
-        """Whether a value that is produced in one sharding may be read in another.
-
-        By rules what follows from parameters alone is read as it comes, if it can be.
-        """
-        if source == target or value.varying or use.input not in self._operands[use.node]:
-            return True
-        strategies = self.graph.nodes[use.node].strategies
-        return all(one.inputs[use.input] != source for one in strategies)
-
-    def follows(self, node: int, choice: int) -> list[tuple[int, TensorSharding]] | None:
-        """Return the inputs of which, by rules, one has to come as the strategy takes it.
-
-        None where that does not matter. What a loop carries is not split for the sake of what an
-        iteration makes of it.
-        """
-        graph, operands = self.graph, self._operands[node]
-        inputs = graph.nodes[node].strategies[choice].inputs
-        split = [i for i, one in enumerate(inputs) if any(one.dims) and (node, i) in graph.reads]
-        if not split or not operands:
-            return None
-        coming = [(i, inputs[i]) for i in operands if i in split]
-        return coming[:1] if graph.nodes[node].kind == "carry" else coming
-
-    def _operands_by_rules(self) -> Iterator[tuple[int, ...]]:
-        """Yield for each node the inputs by which the partitioner decides how to compute it.
-
-        They depend on the batch or on parameters. Constants are created in any sharding, and so is
-        what is broadcast, what a loop makes of a constant, and what is computed of these alone.
-        There are none where a parameter or the model itself decides.
-        """
-        graph = self.graph
-        created: set[int] = set()
-        entries = {value.node: math.prod(value.tensor.shape) for value in graph.values}
-
-        def guides(value: GraphValue | None) -> bool:
-            if value is None or value.node in created:
-                return False
-            if graph.nodes[value.node].kind == "carry" and not value.output:
-                return guides(graph.reads.get((value.node, 0)))  # as the loop starts
-            return value.varying or value.node in graph.of_parameters
-
-        for index, node in enumerate(graph.nodes):
-            decided = node.decides and node.kind not in SAID_BY_MODEL
-            places = range(len(node.strategies[0].inputs) if decided else 0)
-            operands = tuple(i for i in places if guides(graph.reads.get((index, i))))
-            repeats = node.kind == "broadcast_in_dim" and any(
-                entries.get(index) != math.prod(graph.reads[index, i].tensor.shape)
-                for i in operands
-            )
-            if decided and (repeats or not operands):
-                created.add(index)
-            yield operands
-
     # --- The cost of a choice ---------------------------------------------------------------------
 
-    def needed(self, value: GraphValue, choice: Sequence[int]) -> tuple[TensorSharding, Copies]:
-        """Return the sharding in which a value is produced, and the copies that readers need."""
+    def copies(self, value: GraphValue, choice: Sequence[int]) -> Copies:
+        """Return the reshards of a value that its readers need, each once."""
         nodes = self.graph.nodes
         source = nodes[value.node].strategies[choice[value.node]].outputs[value.output]
         copies: Copies = {}
         for use in value.uses:
-            target = nodes[use.node].strategies[choice[use.node]].inputs[use.input]
-            if target != source:
-                copies[target, use.trips] = None
-        return source, copies
+            strategy = nodes[use.node].strategies[choice[use.node]]
+            for first, second in strategy.reshards(use.input, source):
+                copies[first, second, use.trips] = None
+        return copies
 
     def cost(self, choice: Sequence[int]) -> float:
         """Return the cost of a choice; infinity if it is not possible."""
         total = sum(self.node_costs[index][one] for index, one in enumerate(choice))
         for value in self.graph.values:
-            source, copies = self.needed(value, choice)
-            for target, trips in copies:
+            for source, target, trips in self.copies(value, choice):
                 total += trips * self.reshard(value.tensor, source, target)
         return total

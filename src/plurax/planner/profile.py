@@ -135,8 +135,7 @@ def _node_seconds(
         node = graph.nodes[index]
         yield index, node.trips, costs.strategy(graph, node, node.strategies[choice])
     for value in graph.values:
-        source, copies = problem.needed(value, solution.choice)
-        for target, trips in copies:
+        for source, target, trips in problem.copies(value, solution.choice):
             cost = trips * problem.reshard(value.tensor, source, target)
             reader = next(use.node for use in value.uses if use.trips == trips)
             yield reader, trips, cost

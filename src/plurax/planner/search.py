@@ -322,6 +322,7 @@ class _Search:
         self.least_expected = min([self.least_expected, *queue.expected()])
         # What was computed before the estimate may have been more than the estimate.
         self.ranked.sort(key=lambda one: (one.seconds, one.plan.devices))
+        self.ranked[:1] = map(self._improved, self.ranked[:1])
         best = self.ranked[0].seconds if self.ranked else math.inf
         left = (one for one in fitting if one.seconds < best and one.sizes not in self._known)
         self.least_left = min(map(self._least, left), default=best)
@@ -475,6 +476,24 @@ class _Search:
         self._effort.found = True
         self._best, self._fitting = min(self._best, estimated.seconds), self._fitting + 1
         return Ranked(candidate.plan, plan, estimated, estimated.peak)
+
+    def _improved(self, best: Ranked) -> Ranked:
+        """Return the best plan with the faster of its solutions, by their estimates."""
+        candidate, shardings = best.candidate, self._shardings
+        if not self._effort.allows("estimate", False) or not (other := shardings.other(candidate)):
+            return best
+        before = shardings.exactly(candidate)
+        shardings.prefer(candidate, other)
+        try:
+            with self._effort.spent_on("estimate", False):
+                plan = shardings.plan(candidate)
+                now = estimate(self._task, self._optimizer, plan, self._batch, self._machine)
+            if now.peak + now.margin <= self._limit and now.seconds < best.seconds:
+                return Ranked(candidate, plan, now, now.peak)
+        except (errors.PlanError, errors.MachineError):
+            pass
+        shardings.prefer(candidate, before)
+        return best
 
     def _refuse(self, candidate: CandidatePlan, why: str) -> None:
         self._known.add(candidate.sizes)

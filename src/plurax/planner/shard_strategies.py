@@ -51,6 +51,11 @@ class ShardStrategy:
     **Fields:**
 
     - `inputs`: the sharding of each operand. Of zeros, that in which they are created.
+    - `arrivals`: where a rule decides (`plurax.planner.rule_strategies`), for each operand the
+      sharding in which it arrives, and that to which an earlier reader has to have resharded it, if
+      it is taken from that. None where operands may arrive in any sharding.
+    - `splits`: for operands that arrive as partial sums, and of which the rule asks, by place how
+      they are split further on (`plurax.partition.lookahead`), or None.
     - `outputs`: the sharding of each result.
     - `sent`: the collectives within it: kind, axes, and the bytes that each device sends.
     - `product`: of a matrix product or convolution `(m, n, k, batch)` on one device, else None.
@@ -64,11 +69,18 @@ class ShardStrategy:
     product: tuple[int, int, int, int] | None = None
     dtype: str = ""
     traffic: float = 0.0
+    arrivals: tuple[tuple[TensorSharding, ...], ...] | None = None
+    splits: tuple[tuple[int, TensorSharding | None], ...] = ()
 
     @property
     def flops(self) -> float:
         """The floating-point operations of the product on one device."""
         return 2.0 * math.prod(self.product) if self.product else 0.0
+
+    def reshards(self, place: int, source: TensorSharding) -> list[tuple[TensorSharding, ...]]:
+        """Return the reshards, from and to, of an operand that arrives as `source`."""
+        path = (source, *(self.arrivals[place][1:] if self.arrivals else ()), self.inputs[place])
+        return [pair for pair in itertools.pairwise(path) if pair[0] != pair[1]]
 
     @property
     def bytes_sent(self) -> float:
@@ -127,11 +139,12 @@ def _sharding(
 class StrategyFinder:
     """Finds the shard strategies of equations; equal equations are looked up once.
 
-    **Arguments:** `axes` of the mesh; `searched`, the axes over which operators may be split.
+    **Arguments:** `axes` of the mesh; `searched`, the axes over which operators may be split;
+    `replicated`, whether to find the replicated strategies alone.
     """
 
-    def __init__(self, axes: Axes, searched: Sequence[str]) -> None:
-        self.axes, self.searched = axes, tuple(searched)
+    def __init__(self, axes: Axes, searched: Sequence[str], *, replicated: bool = False) -> None:
+        self.axes, self.searched, self._replicated = axes, tuple(searched), replicated
         self._context = RuleContext(axes)
         self._known: dict[Any, tuple[ShardStrategy, ...]] = {}
 
@@ -148,7 +161,7 @@ class StrategyFinder:
         return self._known[key]
 
     def _strategies_of(self, eqn: Any, operands: Sequence[Tensor]) -> Iterator[ShardStrategy]:
-        if eqn.primitive.name not in RULES:
+        if self._replicated or eqn.primitive.name not in RULES:
             yield _replicated(eqn, operands)
             return
         per_axis = list(dict.fromkeys(_placements(eqn, operands)))
@@ -190,7 +203,7 @@ class StrategyFinder:
             # Of a dim that the shards do not divide, few readers take a part.
             filled = any(map(self._context.is_filled, choice.outputs))
             if not filled and (taken := _kept_shardings(choice, inputs, shardings)) is not None:
-                yield _strategy(self.axes, eqn, operands, taken, choice)
+                yield strategy_of(self.axes, eqn, operands, taken, choice)
 
     def _created(self, deferred: DeferredValue) -> list[Decision]:
         wanted = every_sharding(deferred.shape, self.axes, self.searched)
@@ -229,7 +242,7 @@ def _replicated(eqn: Any, operands: Sequence[Tensor]) -> ShardStrategy:
     )
 
 
-def _strategy(
+def strategy_of(
     axes: Axes,
     eqn: Any,
     operands: Sequence[Tensor],

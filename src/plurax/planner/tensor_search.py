@@ -46,6 +46,7 @@ from plurax.planner.lockstep import StagedModel, Stages, fastest_stages, ticks_o
 from plurax.planner.origins import readers
 from plurax.planner.problem import Pins, Problem, Solution, Within
 from plurax.planner.profile import SolutionProfile, profile_of
+from plurax.planner.rule_strategies import decided_by_rules
 from plurax.planner.shard_strategies import ShardStrategy
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
@@ -60,8 +61,7 @@ class Sharded:
 
     **Fields:** `plan`, the candidate solved; `batch_size`; `shardings` of the parameters, by path;
     `strategies` of all equations; `graph` and `solution`, from which they come, with its `costs`
-    and `pins`; `walk`, over the equations; `depth`, the layers of a stack, or 0; `by_rules`,
-    whether a plan tells equations no strategies.
+    and `pins`; `walk`, over the equations; `depth`, the layers of a stack, or 0.
     """
 
     plan: Plan
@@ -74,7 +74,6 @@ class Sharded:
     pins: Pins
     walk: Walk
     depth: int
-    by_rules: bool
 
     @property
     def rows(self) -> float:
@@ -120,7 +119,8 @@ class Sharded:
         problem, nodes = Problem(self.graph, self.costs), self.graph.nodes
         paths = set()
         for value in self.graph.values:
-            source, copies = problem.needed(value, self.solution.choice)
+            copies = problem.copies(value, self.solution.choice)
+            source = next((source for source, _, _ in copies), None)
             for use in value.uses if copies else ():
                 strategy = nodes[use.node].strategies[self.solution.choice[use.node]]
                 if strategy.inputs[use.input] != source:
@@ -143,6 +143,10 @@ class Sharded:
 
 _BACKWARD = 2 / 3
 """The share of a gradient's products that are in its backward pass."""
+
+_EXPOSED = 0.25
+"""The share of a collective that is not hidden, where devices send while they compute: in estimates
+of a dozen models on GPUs between nothing and a third."""
 
 _APART = 8
 """Candidates share a solution if the rows of their microbatches differ by no larger factor."""
@@ -179,6 +183,7 @@ class TensorSearch:
         self._depth = task.stack.depth if task.stack else 0
         # By `tensor`, remat, whether parameters must be split, and whether there are rules alone.
         self._found: dict[tuple[int, str, bool, bool], list[Sharded]] = {}
+        self._preferred: dict[str, Sharded] = {}
         self._known = KnownGraphs()
         # For a remat policy, why pinned strategies are of another model.
         self._other: dict[str, errors.PlanError] = {}
@@ -242,7 +247,7 @@ class TensorSearch:
             return "not its tokens, which `context` splits"
         try:
             pins = {**solved.pins, name: (other,)}
-            solution = exact.solve(solved.graph, solved.costs, pins, by_rules=solved.by_rules)
+            solution = exact.solve(solved.graph, solved.costs, pins)
         except errors.PlanError:
             return "not with what is pinned"
         more = solution.cost - solved.solution.cost
@@ -391,7 +396,7 @@ class TensorSearch:
 
     def sharded(self, plan: Plan) -> Sharded:
         """Return the solution for a candidate, found now or shared with another."""
-        return self._shared(plan) or self._search(plan)
+        return self._of(plan) or self._shared(plan) or self._search(plan)
 
     def has_solved(self, tensor: int, remat: str) -> bool:
         """Whether there is a solution of a size of `tensor` and a remat policy."""
@@ -411,7 +416,31 @@ class TensorSearch:
         """Return a solution whose strategies are of a candidate's equations, and suit its rows."""
         if plan.pipeline > 1:
             return self.sharded(plan)  # stages have rules only
-        return self._nearest(plan, self._lean(plan), 1.0) or self._search(plan)
+        return self._of(plan) or self._nearest(plan, self._lean(plan), 1.0) or self._search(plan)
+
+    def other(self, plan: Plan) -> Sharded | None:
+        """Return the solution of a candidate if a quarter of each collective is exposed.
+
+        None where it is the same, or where a plan has strategies. What is hidden behind computation
+        only the estimate of a program knows.
+        """
+        if plan.tensor == 1 or not _by_rules(self._task, plan):
+            return None
+        solved = self.exactly(plan)
+        costs = dataclasses.replace(solved.costs, exposed=_EXPOSED)
+        within = self._within(solved.graph, plan, solved.pins)
+        solution = exact.solve(solved.graph, costs, solved.pins, within=within)
+        shardings = dict(solution.parameters)
+        if shardings == solved.shardings:
+            return None
+        return dataclasses.replace(solved, shardings=shardings, solution=solution, costs=costs)
+
+    def prefer(self, plan: Plan, solved: Sharded) -> None:
+        """Let a candidate have this solution, whatever layers its stages have."""
+        self._preferred[dataclasses.replace(plan, layers=None).sizes_text()] = solved
+
+    def _of(self, plan: Plan) -> Sharded | None:
+        return self._preferred.get(dataclasses.replace(plan, layers=None).sizes_text())
 
     def _nearest(self, plan: Plan, lean: bool, apart: float) -> Sharded | None:
         """Return the known solution for rows nearest to a candidate's, if there is one."""
@@ -474,7 +503,7 @@ class TensorSearch:
             raise self._other[plan.remat]
         # Stages are not in the graph: it is of the whole model.
         plan = dataclasses.replace(plan, pipeline=1, schedule="1f1b", stages=None, layers=None)
-        graph = graph_of_step(self._task, plan, self._batch, self._known)
+        graph = graph_of_step(self._task, plan, self._batch, self._known, by_rules=by_rules)
         costs = self._costs(plan)
         rules = Rules(plan.rules, graph.axes.mesh)
         ruled = {path: rules.find(path, one.shape) for path, one in graph.parameters.items()}
@@ -486,14 +515,15 @@ class TensorSearch:
                 self._other[plan.remat] = error
                 raise
             pins = {**pins, **dict(map(_pin, plan.strategies.equations))}
+        graph = decided_by_rules(graph) if by_rules else graph
         within = self._within(graph, whole, pins)
-        solution = exact.solve(graph, costs, pins, within=within, by_rules=by_rules)
-        strategies = strategies_of(graph, solution)
+        solution = exact.solve(graph, costs, pins, within=within)
+        strategies = [] if by_rules else strategies_of(graph, solution)
         shardings = dict(solution.parameters)
         walk = Walk(graph, rules.find)
         solved = Sharded(
             plan, self._batch_size, shardings, strategies, graph, solution, costs, pins, walk,
-            self._depth, by_rules,
+            self._depth,
         )  # fmt: skip
         key = (plan.tensor, plan.remat, lean, by_rules)
         self._found.setdefault(key, []).append(solved)
@@ -501,7 +531,7 @@ class TensorSearch:
 
 
 def _by_rules(task: Task, plan: Plan) -> bool:
-    """Whether equations are told no strategies: those of a stage, and of a share of the tokens.
+    """Whether a plan has no strategies: for equations of a stage, and of a share of the tokens.
 
     Nor those of a coupled loss over `data`: its step computes on all rows, the graph on those of
     one device, and the sizes decide what remat computes again.

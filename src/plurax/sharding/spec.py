@@ -50,7 +50,7 @@ class TensorSharding:
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(axis for dim in self.dims for axis in dim))
         used = [*self.axes, *sorted(self.partial)] if self.partial else self.axes
-        if len({*used}) < len(used):
+        if len(used) > 1 and len({*used}) < len(used):
             axis = next(axis for axis in used if used.count(axis) > 1)
             raise errors.PlanError(
                 f"{self!r} names the mesh axis {axis!r} twice. An axis can split only one "
@@ -125,7 +125,8 @@ class TensorSharding:
         >>> [TensorSharding.of("data").indivisible_dims((12,), {"data": n}) for n in (3, 5, 6, 7)]
         [[], [0], [], [0]]
         """
-        counts = ((dim, self.num_shards(dim, axes)) for dim in range(len(shape)))
+        split = range(len(shape) if self.axes else 0)
+        counts = ((dim, self.num_shards(dim, axes)) for dim in split)
         return [dim for dim, n in counts if n > 1 and (shape[dim] % n or not shape[dim])]
 
     def check(self, shape: Sequence[int], axes: AxisSizes, what: str = "the tensor") -> None:

@@ -110,6 +110,8 @@ def fitting(
     """
     if not versions.shape:
         return TensorSharding(())
+    if versions.shape == tuple(result) and not target.partial:
+        return target
     sizes = zip(versions.shape, result, target.dims, strict=True)
     return TensorSharding(tuple(entry if size == whole else () for size, whole, entry in sizes))
 
@@ -147,8 +149,8 @@ def common_sharding(
     def cost(option: TensorSharding) -> tuple[float, float]:
         total = 0.0
         for one in known:
-            still = kept & one.value.sharding.partial
-            total += context.cost(one, TensorSharding(fitting(one, option, shape).dims, still))
+            still, fit = kept & one.value.sharding.partial, fitting(one, option, shape)
+            total += context.cost(one, TensorSharding(fit.dims, still) if still else fit)
         return total, -context.axes.size(option.axes)
 
     allowed = [option for option in options if not kept & set(option.axes)]

@@ -196,9 +196,10 @@ def match_operands(
                     free = tuple(a for a in entry if a not in used)
                     if free and labels[second][dim] is not None and labels[second][dim] not in both:
                         both[labels[second][dim]] = free
-                proposals.append(both)
+                if both not in proposals:
+                    proposals.append(both)
     cost = functools.partial(_matching_cost, context, eqn, inputs, labels, filled)
-    best = min(proposals, key=cost)
+    best = min(proposals, key=cost) if len(proposals) > 1 else proposals[0]
     operands = [
         Operand(versions, (_as_labelled(versions, label, best),))
         for versions, label in zip(inputs, labels, strict=True)
