@@ -1,5 +1,8 @@
 """Every optimizer of optax under every kind of plan: the same as a step written by hand."""
 
+import dataclasses
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -35,6 +38,32 @@ def test_optimizers_beside_a_step_by_hand(x64, name, column):
 def test_a_loop_over_a_matrix_gathers_it_once(x64):
     """Muon's five turns of Newton and Schulz; the vectors are not gathered at all."""
     assert optimizers.cell("contrib.muon", "zero=1") == "gathers 1.0 P"
+
+
+@pytest.mark.filterwarnings("ignore::plurax.errors.ShardingWarning")
+@pytest.mark.parametrize(
+    ("name", "plan", "rounds"),
+    [
+        ("lamb", optimizers.PLANS["zero=3"], 2),
+        ("apply_if_finite", optimizers.PLANS["zero=3"], 1),
+        ("lamb", dataclasses.replace(optimizers.PLANS["tensor=2"], data=2, zero=1), 2),
+    ],
+)
+def test_norms_of_all_parameters_share_reductions(x64, name, plan, rounds):
+    """LAMB takes two norms of each update, the second of what depends on the first."""
+    got, program = optimizers.planned(name, plan)
+    assert optimizers.same(got, optimizers.by_hand(name))
+    _, plain = optimizers.planned("sgd", plan)
+    new = sums(program) - sums(plain)
+    # Norms of shards over `data`, over `tensor` and over both.
+    assert [*new.values()] == [rounds] * len(new)
+    assert len(new) == (1 if plan.tensor == 1 else 3)
+
+
+def sums(program):
+    """How often numbers are added up, by the axes."""
+    planned = program.planned_collectives()
+    return Counter(one.axes for one in planned if one.kind == "all-reduce")
 
 
 def test_the_table_names_every_optimizer():

@@ -48,7 +48,7 @@ from plurax.jaxpr.annotate import OverContext
 from plurax.jaxpr.at_experts import AT_EXPERTS
 from plurax.jaxpr.barrier import order_after_cotangent, pick_dependency
 from plurax.jaxpr.compat import ANNOTATIONS, REMAT, called_jaxpr, is_recomputed, open_jaxpr
-from plurax.jaxpr.interpret import flat_equations, holds, needed, source_line
+from plurax.jaxpr.interpret import FlatEquations, flat_equations, holds, needed, source_line
 from plurax.jaxpr.loop_constants import broadcasts_inside
 from plurax.jaxpr.slices import of_whole
 from plurax.mesh import within
@@ -63,6 +63,7 @@ from plurax.partition.partial_sums import shrinking
 from plurax.partition.resharder import Resharder
 from plurax.partition.rule_context import RuleContext, count_readers
 from plurax.partition.scopes import BY_HAND
+from plurax.partition.shared_sums import counted, in_rounds
 from plurax.partition.stacked_results import rows_inside
 from plurax.partition.sums_apart import SUMS, add_apart, terms_of_sums
 from plurax.partition.values import (
@@ -92,6 +93,8 @@ class Partitioner(Resharder):
     - `mesh`: the mesh in which the function may call `jax.shard_map` itself.
     - `sums`: whether data-varying results with a wanted sharding are sums over the devices' rows.
       By default only those are whose wanted sharding names `data`.
+    - `shares_sums`: whether equations are reordered so that sums over shards are reduced together
+      (`shared_sums.py`), of an update; what is computed of the batch keeps its order.
     """
 
     def __init__(
@@ -101,10 +104,11 @@ class Partitioner(Resharder):
         *,
         mesh: Mesh | None = None,
         sums: bool = False,
+        shares_sums: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(axes, **options)
-        self.mesh, self.sums = mesh, sums
+        self.mesh, self.sums, self.shares_sums = mesh, sums, shares_sums
         self._annotations = AnnotationResolver(
             axes, named or (lambda name, shape: None), self.value
         )
@@ -169,17 +173,12 @@ class Partitioner(Resharder):
         here = {**known, **{var: self.constant(value) for var, value in flat.constants.items()}}
         results, effects = flat.results, {id(eqn) for eqn in flat.eqns if eqn.effects}
         eqns = needed(flat.eqns, results, here, effects)
-        eqns = flat.replaced(broadcasts_inside(eqns, results))
-        eqns = flat.replaced(of_whole(eqns, results))
         goal = {
             var: target
             for var, target in zip(results, wanted or (), strict=False)
             if target is not None and not isinstance(var, Literal)
         }
-        if goal:
-            stacks = {var for var, target in goal.items() if self.row_goal(target)}
-            whole = {var for var, value in here.items() if not self._is_partial(value)}
-            eqns = flat.replaced(rows_inside(eqns, stacks, results, whole))
+        eqns = self._rewritten(flat, eqns, results, goal, here)
         split = self._gathers_parameters(known)
         gathers = Gathers(self, eqns, here, once=self.over_layers) if split else None
         readers, less = count_readers(eqns, results), shrinking(eqns, results)
@@ -197,7 +196,9 @@ class Partitioner(Resharder):
             # nothing, and a partial sum meets them unreduced.
             return ValueVersions(self.zeros(versions.shape, versions.dtype))
 
-        for index, eqn in enumerate(gathers.eqns if gathers else eqns):
+        shares_sums = self.shares_sums and not effects
+        ordered = in_rounds(eqns, here, readers, self) if shares_sums else eqns
+        for index, eqn in enumerate(gathers.eqns if gathers else ordered):
             inputs = [read(atom) for atom in eqn.invars]
             goals = [goal.get(var) for var in eqn.outvars]
             self._calls[inside:] = flat.calls.get(id(eqn), ())
@@ -212,6 +213,23 @@ class Partitioner(Resharder):
         self._met = outer
         values = [read(atom) for atom in results]
         return [value.returned(values if with_sizes else ()) for value in values]
+
+    def _rewritten(
+        self,
+        flat: FlatEquations,
+        eqns: Sequence[Any],
+        results: Sequence[Any],
+        goals: Mapping[Any, TensorSharding],
+        here: Mapping[Any, ValueVersions],
+    ) -> list[Any]:
+        """Return equations of the same results that cost less in parts; `goals` by result."""
+        eqns = flat.replaced(broadcasts_inside(eqns, results))
+        eqns = flat.replaced(of_whole(eqns, results))
+        if goals:
+            stacks = {var for var, target in goals.items() if self.row_goal(target)}
+            whole = {var for var, value in here.items() if not self._is_partial(value)}
+            eqns = flat.replaced(rows_inside(eqns, stacks, results, whole))
+        return flat.replaced(counted(eqns)) if self.shares_sums else list(eqns)
 
     def _equation(
         self,

@@ -348,7 +348,10 @@ class PipelinedBackend(Backend):
     ) -> tuple[Staged, Staged]:
         """Run the optimizer's update, each parameter on the device that has it."""
         base, layout = self._base, self.layout
-        partitioner, stage = base.partitioner(), base.partitioner(stage=True)
+        partitioner, stage = (
+            base.partitioner(shares_sums=True),
+            base.partitioner(stage=True, shares_sums=True),
+        )
         like, shardings = base.layout.like, base.layout.shardings
         inputs = [
             *self._inputs(grads, layout.shards, like.params, base.layout.shards),

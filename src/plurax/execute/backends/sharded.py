@@ -351,7 +351,7 @@ class ShardedBackend(Backend):
     def _update(
         self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: Array
     ) -> tuple[PyTree, PyTree]:
-        partitioner = self.partitioner()
+        partitioner = self.partitioner(shares_sums=True)
         args = (
             self._values(grads, self.layout.gradient_like, self.layout.gradient_shards),
             self._values(opt_state, self.layout.like.opt_state, self.layout.shardings.opt_state),
