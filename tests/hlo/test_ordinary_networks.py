@@ -65,6 +65,15 @@ def repeated(p, example, key):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
+def normalized(p, example, key):
+    x = example["x"]
+    for name in ("first", "second"):
+        lengths = p[f"{name} length"] / jnp.linalg.norm(p[name], axis=0)
+        w = lengths[None] * p[name]
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x @ p["out"]) ** 2)
+
+
 def positions(p, example, key):
     x = example["x"]
     away = np.abs(np.arange(TOKENS)[:, None] - np.arange(TOKENS))
@@ -147,6 +156,22 @@ NETWORKS = {
         repeated,
         ZERO,
         {("all-gather", MATRIX): 2, ("reduce-scatter", (MATRIX + 256) // 4): 1},
+        "data",
+    ),
+    "weights of a direction and a length": Network(
+        {
+            "first": SQUARE,
+            "first length": (WIDTH,),
+            "second": SQUARE,
+            "second length": (WIDTH,),
+            "out": SQUARE,
+        },
+        normalized,
+        ZERO,
+        {
+            ("all-gather", MATRIX): 5,  # of three matrices, all but the first backward, too
+            ("reduce-scatter", MATRIX // 4): 3,
+        },
         "data",
     ),
     "a table of relative positions": Network(

@@ -88,7 +88,9 @@ class Gathers:
     """The buckets in which the parameters of some equations are gathered.
 
     **Arguments:** `resharder`; `eqns`, in order; `known`, the variables that have
-    values before them; `once`, whether what is gathered is kept for all equations that need it.
+    values before them; `summed`, by `id` the equations that need no parameter whole though they
+    read the batch (`gradient_sums.py`); `once`, whether what is gathered is kept for all equations
+    that need it.
 
     **Attributes:** `eqns`, reordered: those that use parameters alone, such as casts, come first,
     so that their results can share a bucket.
@@ -99,18 +101,19 @@ class Gathers:
         resharder: Resharder,
         eqns: Sequence[Any],
         known: Mapping[Any, ValueVersions],
+        summed: Set[int] = frozenset(),
         *,
         once: bool = False,
     ) -> None:
         self._resharder, self._once = resharder, once
-        roots = {var: var for var, one in known.items() if _needs_gather(resharder, one)}
+        roots = {var: var for var, one in known.items() if needs_gather(resharder, one)}
         of_rows = resharder.context.of_rows
         batch = {
             var
             for var, one in known.items()
             if one.data_varying or (one.deferred is None and of_rows(one.value))
         }
-        self.eqns, uses = _uses(eqns, roots, batch, known)
+        self.eqns, uses = _uses(eqns, roots, batch, known, summed)
         first = {use.alike: use for use in reversed(uses)}
         self._gathered_by = {use: first[use.alike] if once else use for use in uses}
         gathered = [use for use in uses if self._gathered_by[use] is use]
@@ -163,7 +166,7 @@ class Gathers:
     def _gather(self, number: int, here: Mapping[Any, ValueVersions], met: Any, by: Array) -> None:
         """Gather the parameters of one bucket after `by`, the array of the variable `met`."""
         # Since the buckets were planned, an equation may have created a whole version.
-        uses = [u for u in self._buckets[number] if _needs_gather(self._resharder, here[u.var])]
+        uses = [u for u in self._buckets[number] if needs_gather(self._resharder, here[u.var])]
         alone = (uses[0].var, met) if len(uses) == 1 else None
         if alone in self._after:  # XLA would merge equal gathers after the same value
             self._gathered[number, uses[0].var] = self._after[alone]
@@ -177,7 +180,7 @@ class Gathers:
             self._after[alone] = moved[0]
 
 
-def _needs_gather(resharder: Resharder, versions: ValueVersions) -> bool:
+def needs_gather(resharder: Resharder, versions: ValueVersions) -> bool:
     """Whether a variable is a parameter of which only shards over `data` exist."""
     if versions.deferred is not None or versions.data_varying:
         return False
@@ -187,7 +190,11 @@ def _needs_gather(resharder: Resharder, versions: ValueVersions) -> bool:
 
 
 def _uses(
-    eqns: Sequence[Any], roots: dict[Any, Any], batch: set[Any], known: Mapping[Any, ValueVersions]
+    eqns: Sequence[Any],
+    roots: dict[Any, Any],
+    batch: set[Any],
+    known: Mapping[Any, ValueVersions],
+    summed: Set[int] = frozenset(),
 ) -> tuple[list[Any], list[ParameterUse]]:
     """Return the reordered equations, and where they need split parameters whole.
 
@@ -201,7 +208,9 @@ def _uses(
     for eqn in eqns:
         read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         split = [atom for atom in read if atom in roots]
-        if any(atom in batch for atom in read):
+        if id(eqn) in summed:
+            pass
+        elif any(atom in batch for atom in read):
             batch.update(eqn.outvars)
         elif split and _is_local(eqn, known) and all(atom in ready for atom in read):
             # A cast to bfloat16, for example: gather its result, which is half as large.
@@ -220,7 +229,7 @@ def _uses(
     for index, eqn in enumerate(rest, len(early)):
         read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         # A parameter is needed whole only where it meets the batch.
-        if not any(atom in batch for atom in read):
+        if id(eqn) in summed or not any(atom in batch for atom in read):
             continue
         if eqn.primitive.name in _OF_THEIR_OWN:
             read = _read_each_turn(eqn, roots, batch)

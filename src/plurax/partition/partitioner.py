@@ -55,6 +55,7 @@ from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.branches import Branches, cpu_branch
 from plurax.partition.buckets import Gathers, computed_at, together
+from plurax.partition.gradient_sums import SumsFirst
 from plurax.partition.lookahead import Lookahead
 from plurax.partition.loops import Loop, While
 from plurax.partition.manual import eval_manual_body
@@ -180,7 +181,9 @@ class Partitioner(Resharder):
         }
         eqns = self._rewritten(flat, eqns, results, goal, here)
         split = self._gathers_parameters(known)
-        gathers = Gathers(self, eqns, here, once=self.over_layers) if split else None
+        sums = {var for var, target in goal.items() if self._is_sum(target)}
+        first = SumsFirst(self, eqns, results, sums if split else set(), here)
+        gathers = Gathers(self, eqns, here, first.eqns, once=self.over_layers) if split else None
         readers, less = count_readers(eqns, results), shrinking(eqns, results)
         pairs, terms = zip(results, ahead, strict=False), terms_of_sums(eqns, readers)
         outside = {var: met for var, met in pairs if not isinstance(var, Literal)}
@@ -200,6 +203,7 @@ class Partitioner(Resharder):
         ordered = in_rounds(eqns, here, readers, self) if shares_sums else eqns
         for index, eqn in enumerate(gathers.eqns if gathers else ordered):
             inputs = [read(atom) for atom in eqn.invars]
+            inputs = first.added_up(eqn, inputs)
             goals = [goal.get(var) for var in eqn.outvars]
             self._calls[inside:] = flat.calls.get(id(eqn), ())
             gathered: dict[Any, ShardedValue] = {}
@@ -230,6 +234,10 @@ class Partitioner(Resharder):
             whole = {var for var, value in here.items() if not self._is_partial(value)}
             eqns = flat.replaced(rows_inside(eqns, stacks, results, whole))
         return flat.replaced(counted(eqns)) if self.shares_sums else list(eqns)
+
+    def _is_sum(self, goal: TensorSharding) -> bool:
+        """Whether a data-varying result with a goal is a sum over the devices' rows."""
+        return self.sums or "data" in goal.axes
 
     def _equation(
         self,
@@ -471,7 +479,7 @@ class Partitioner(Resharder):
         if versions.deferred is not None:
             self.create(versions, target.without(REPLICAS))
         value = versions.value
-        if value.data_varying and (self.sums or "data" in target.axes):
+        if value.data_varying and self._is_sum(target):
             # Each device has the gradient of its own rows: together they are a partial sum.
             partial = value.sharding.partial | {"data"}
             return dataclasses.replace(

@@ -1,0 +1,145 @@
+"""Gradients of what is computed of parameters are added up over devices before they meet these.
+
+A weight may be a function of parameters: of a direction and a length (weight normalization), of a
+matrix and a gate. Its gradient is a sum over the rows of all devices, and what follows is linear in
+it, up to the gradients of the parameters. Under ZeRO 3 devices have shards of what it meets. Where
+the sum is reduced to shards first, nothing of these is gathered.
+
+    mesh data=4, zero=3; w = g * v; v (8, 64) and g (64,) are split by columns; x and dy are a
+    device's rows
+
+    equation             added up at the end              added up first
+    dw = x.T @ dy        of a device's rows               of a device's rows, reduce-scattered
+    dv = dw * g          g gathered; reduce-scattered     on shards
+    dg = sum(dw * v)     v gathered; reduce-scattered     on shards
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+from jax.extend.core import Literal
+
+from plurax.jaxpr.compat import ELEMENTWISE
+from plurax.jaxpr.interpret import variables
+from plurax.partition.buckets import needs_gather
+from plurax.partition.partial_sums import linear
+from plurax.partition.resharder import Resharder
+from plurax.partition.sums_apart import SUMS
+from plurax.partition.values import ValueVersions
+from plurax.sharding.spec import TensorSharding
+
+_MOVES = frozenset(["broadcast_in_dim", "rev", "slice"])
+"""Operations that move or repeat the entries of their one operand."""
+
+
+class SumsFirst:
+    """The equations before which a gradient is added up over devices.
+
+    **Arguments:** `resharder`; `eqns`, in order, and their `results`, of which `sums` are sums over
+    the rows of all devices; `known`, the variables that have values before them.
+
+    **Attributes:** `eqns`, these equations, by `id`.
+    """
+
+    def __init__(
+        self,
+        resharder: Resharder,
+        eqns: Sequence[Any],
+        results: Sequence[Any],
+        sums: Set[Any],
+        known: Mapping[Any, ValueVersions],
+    ) -> None:
+        self._resharder = resharder
+        self._totals: dict[ValueVersions, ValueVersions] = {}
+        self.eqns: Set[int] = frozenset()
+        if sums and not resharder.joint:
+            batch = {var for var, versions in known.items() if versions.data_varying}
+            split = {var for var, versions in known.items() if needs_gather(resharder, versions)}
+            self.eqns = _of_sums(eqns, results, sums, batch, split)
+
+    def added_up(self, eqn: Any, inputs: list[ValueVersions]) -> list[ValueVersions]:
+        """Return the inputs of an equation: what a device has of its rows as a part of the sum."""
+        return [self._total(one) for one in inputs] if id(eqn) in self.eqns else inputs
+
+    def _total(self, versions: ValueVersions) -> ValueVersions:
+        if not versions.data_varying:
+            return versions
+        if versions not in self._totals:
+            value = self._resharder.value(versions)
+            sharding = TensorSharding(value.sharding.dims, value.sharding.partial | {"data"})
+            total = dataclasses.replace(value, sharding=sharding, data_varying=False)
+            self._totals[versions] = ValueVersions(total)
+        return self._totals[versions]
+
+
+def _of_sums(
+    eqns: Sequence[Any], results: Sequence[Any], sums: Set[Any], batch: Set[Any], split: Set[Any]
+) -> set[int]:
+    """Return the equations, by `id`, whose operands of the batch are added up over devices first.
+
+    `batch` and `split`: inputs that depend on a device's rows, and parameters of which devices have
+    shards.
+    """
+    batch, split = {*batch}, {*split}
+    for eqn in eqns:
+        read = variables(eqn.invars)
+        if not batch.isdisjoint(read):
+            batch.update(eqn.outvars)
+        elif not split.isdisjoint(read):
+            split.update(eqn.outvars)
+    behind = _linear(eqns, results, sums, batch)
+    summed, ids = set[Any](), set[int]()
+    for eqn in eqns:
+        if len(eqn.outvars) > 1 or eqn.outvars[0] not in behind:
+            continue
+        terms = [atom for atom in variables(eqn.invars) if atom in behind]
+        meets = not split.isdisjoint(variables(eqn.invars)) and eqn.primitive.name in ELEMENTWISE
+        # No more is sent than of the gradients that follow.
+        less = all(_size([var]) <= _size(behind[var]) for var in terms)
+        if terms and (not summed.isdisjoint(terms) or (meets and less)):
+            summed.update(eqn.outvars)
+            ids.add(id(eqn))
+    return ids
+
+
+def _linear(
+    eqns: Sequence[Any], results: Sequence[Any], sums: Set[Any], batch: Set[Any]
+) -> Mapping[Any, frozenset[Any]]:
+    """Return the variables of the batch in which `sums` are linear, and nothing else reads; of each
+    the sums that depend on it."""
+    others = {*variables(results)} - sums
+    behind: dict[Any, frozenset[Any]] = {}
+    read: dict[Any, frozenset[Any]] = {var: frozenset([var]) for var in sums}
+    for eqn in reversed(eqns):
+        (out, *more) = eqn.outvars
+        for var in eqn.outvars:
+            if var in batch and var in read and var not in others:
+                behind[var] = read[var]
+        terms = [place for place, v in enumerate(eqn.invars) if _of(v, batch)]
+        if out in behind and not more and _adds_up(eqn, terms):
+            for var in variables(eqn.invars):
+                read[var] = read.get(var, frozenset()) | behind[out]
+        else:
+            others.update(variables(eqn.invars))
+    return behind
+
+
+def _adds_up(eqn: Any, terms: Sequence[int]) -> bool:
+    """Whether an equation is linear in its operands of the batch, at the places `terms`."""
+    if eqn.primitive.name in SUMS or eqn.primitive.name == "sub":
+        rest = [atom for place, atom in enumerate(eqn.invars) if place not in terms]
+        return all(isinstance(atom, Literal) and not atom.val for atom in rest)
+    if len(terms) != 1 or eqn.primitive.name == "select_n":
+        return False
+    moves = eqn.primitive.name in _MOVES and terms[0] == 0
+    return moves or linear(eqn, terms[0])
+
+
+def _of(atom: Any, variables: Set[Any]) -> bool:
+    return not isinstance(atom, Literal) and atom in variables
+
+
+def _size(variables: Any) -> int:
+    return sum(math.prod(var.aval.shape) for var in variables)
