@@ -155,7 +155,11 @@ NETWORKS = {
         {"first": (WIDTH,), "second": (WIDTH,), "out": SQUARE},
         repeated,
         ZERO,
-        {("all-gather", MATRIX): 2, ("reduce-scatter", (MATRIX + 256) // 4): 1},
+        {
+            ("all-gather", MATRIX + 2 * 8 * WIDTH): 1,
+            ("all-gather", MATRIX + 8 * WIDTH): 1,  # the input has no gradient
+            ("reduce-scatter", (MATRIX + 256) // 4): 1,
+        },
         "data",
     ),
     "weights of a direction and a length": Network(

@@ -48,13 +48,14 @@ from plurax.jaxpr.compat import (
 from plurax.jaxpr.interpret import flat_equations
 from plurax.jaxpr.rows_apart import ROWS_APART
 from plurax.partition.resharder import Resharder
-from plurax.partition.values import ShardedValue, ValueVersions, split_by_zero
+from plurax.partition.values import Output, ShardedValue, ValueVersions, split_by_zero
 from plurax.sharding.axes import Axes
 from plurax.sharding.in_turn import is_large
 from plurax.sharding.reshard import ReshardStep, moved, pad_dim
 from plurax.sharding.spec import REPLICAS, TensorSharding
 
-_LOCAL = ELEMENTWISE | {"annotate", "broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"}
+_MOVED = frozenset(["broadcast_in_dim", "reshape", "squeeze", "transpose"])
+_LOCAL = ELEMENTWISE | _MOVED | {"annotate", "rev"}
 """Operations that can run on the shards of a parameter and leave it split."""
 _OF_THEIR_OWN = frozenset(["scan", "while", "cond", AT_EXPERTS, ROWS_APART, *ANNOTATIONS, *REMAT])
 """Equations whose bodies are evaluated by the partitioner, or that do not gather parameters."""
@@ -72,9 +73,10 @@ are compiled.
 class ParameterUse:
     """An equation that needs a parameter whole.
 
-    **Fields:** `index` of the equation; `var`, the variable it reads; `root`, the
+    **Fields:** `index` of the equation; `var`, the variable that is gathered for it; `root`, the
     parameter from which `var` is computed, such as by a cast; `alike`, the first variable that is
-    computed from it in the same way; `size` in bytes.
+    computed from it in the same way; `size` in bytes; `repeats`, the equations by which what is
+    gathered is repeated to what the equation reads, none if it reads `var`.
     """
 
     index: int
@@ -82,12 +84,18 @@ class ParameterUse:
     root: Any
     alike: Any
     size: int
+    repeats: tuple[Any, ...] = dataclasses.field(default=(), compare=False)
+
+    @property
+    def read(self) -> Any:
+        """The variable that the equation reads."""
+        return self.repeats[-1].outvars[0] if self.repeats else self.var
 
 
 class Gathers:
     """The buckets in which the parameters of some equations are gathered.
 
-    **Arguments:** `resharder`; `eqns`, in order; `known`, the variables that have
+    **Arguments:** `partitioner`; `eqns`, in order; `known`, the variables that have
     values before them; `summed`, by `id` the equations that need no parameter whole though they
     read the batch (`gradient_sums.py`); `once`, whether what is gathered is kept for all equations
     that need it.
@@ -98,16 +106,16 @@ class Gathers:
 
     def __init__(
         self,
-        resharder: Resharder,
+        partitioner: Any,
         eqns: Sequence[Any],
         known: Mapping[Any, ValueVersions],
-        summed: Set[int] = frozenset(),
+        summed: Set[int],
         *,
         once: bool = False,
     ) -> None:
-        self._resharder, self._once = resharder, once
-        roots = {var: var for var, one in known.items() if needs_gather(resharder, one)}
-        of_rows = resharder.context.of_rows
+        self._partitioner, self._once = partitioner, once
+        roots = {var: var for var, one in known.items() if needs_gather(partitioner, one)}
+        of_rows = partitioner.context.of_rows
         batch = {
             var
             for var, one in known.items()
@@ -117,7 +125,7 @@ class Gathers:
         first = {use.alike: use for use in reversed(uses)}
         self._gathered_by = {use: first[use.alike] if once else use for use in uses}
         gathered = [use for use in uses if self._gathered_by[use] is use]
-        self._buckets = _packed(gathered, resharder.bucket_bytes)
+        self._buckets = _packed(gathered, partitioner.bucket_bytes)
         self._bucket_of = {
             use: number for number, bucket in enumerate(self._buckets) for use in bucket
         }
@@ -131,8 +139,8 @@ class Gathers:
 
     def before(
         self, index: int, here: Mapping[Any, ValueVersions], after: tuple[Any, Array] | None
-    ) -> dict[Any, ShardedValue]:
-        """Return the parameters that the equation at `index` needs whole, by their variables.
+    ) -> dict[Any, Output]:
+        """Return the parameters that the equation at `index` needs whole, by what it reads.
 
         `after` is a value of the batch that the equation reads: its variable and array. If the
         equation opens a bucket, that bucket and the next one are gathered after it.
@@ -143,14 +151,22 @@ class Gathers:
             while after is not None and self._done <= self._ahead(number):
                 self._gather(self._done, here, *after)
                 self._done += 1
-        whole = {}
+        whole = dict[Any, Output]()
         for use in uses:
             by = self._gathered_by[use]
             key = self._bucket_of[by], by.var
             value = self._gathered.get(key) if self._once else self._gathered.pop(key, None)
             if value is not None:
-                whole[use.var] = value
+                whole[use.read] = self._repeated(use, value)
         return whole
+
+    def _repeated(self, use: ParameterUse, value: ShardedValue) -> Output:
+        """Return what an equation reads of a parameter that is gathered."""
+        if not use.repeats:
+            return value
+        known = {use.var: ValueVersions(value)}
+        (repeated,) = self._partitioner.evaluate_part(use.repeats, known, [use.read])
+        return repeated.deferred or repeated.value
 
     def _ahead(self, number: int) -> int:
         """Return up to which bucket is gathered when the one of this number is needed.
@@ -166,14 +182,14 @@ class Gathers:
     def _gather(self, number: int, here: Mapping[Any, ValueVersions], met: Any, by: Array) -> None:
         """Gather the parameters of one bucket after `by`, the array of the variable `met`."""
         # Since the buckets were planned, an equation may have created a whole version.
-        uses = [u for u in self._buckets[number] if needs_gather(self._resharder, here[u.var])]
+        uses = [u for u in self._buckets[number] if needs_gather(self._partitioner, here[u.var])]
         alone = (uses[0].var, met) if len(uses) == 1 else None
         if alone in self._after:  # XLA would merge equal gathers after the same value
             self._gathered[number, uses[0].var] = self._after[alone]
             return
         values = [here[use.var].value for use in uses]
         goals = [value.sharding.without(REPLICAS) for value in values]
-        moved = together(self._resharder, values, goals, by=by)
+        moved = together(self._partitioner, values, goals, by=by)
         for use, value in zip(uses, moved, strict=True):
             self._gathered[number, use.var] = value
         if alone is not None:
@@ -205,6 +221,8 @@ def _uses(
     alike: dict[Any, Any] = {}
     firsts: dict[Any, Any] = {}
     early, rest, ready = [], [], {*known, *roots}
+    # What is repeated along the batch, by the equations that do it: gathered before, not after.
+    repeats: dict[Any, tuple[Any, ...]] = {}
     for eqn in eqns:
         read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         split = [atom for atom in read if atom in roots]
@@ -224,6 +242,8 @@ def _uses(
             alike[eqn.outvars[0]] = firsts.setdefault(way, eqn.outvars[0])
             early.append(eqn)
             continue
+        elif len(read) == 1 and eqn.primitive.name in _MOVED and {*read} & {*roots, *repeats}:
+            repeats[eqn.outvars[0]] = (*repeats.get(read[0], ()), eqn)
         rest.append(eqn)
     uses = []
     for index, eqn in enumerate(rest, len(early)):
@@ -234,9 +254,12 @@ def _uses(
         if eqn.primitive.name in _OF_THEIR_OWN:
             read = _read_each_turn(eqn, roots, batch)
         for var in dict.fromkeys(read):
-            if var in roots:
-                size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
-                uses.append(ParameterUse(index, var, roots[var], alike.get(var, var), size))
+            then = repeats.get(var, ())
+            source = then[0].invars[0] if then else var
+            if source in roots:
+                size = math.prod(source.aval.shape) * source.aval.dtype.itemsize
+                like = alike.get(source, source)
+                uses.append(ParameterUse(index, source, roots[source], like, size, then))
     return early + rest, uses
 
 

@@ -69,6 +69,7 @@ from plurax.partition.stacked_results import rows_inside
 from plurax.partition.sums_apart import SUMS, add_apart, terms_of_sums
 from plurax.partition.values import (
     DeferredValue,
+    Output,
     ShardedValue,
     ValueVersions,
     is_sharded_value,
@@ -206,7 +207,7 @@ class Partitioner(Resharder):
             inputs = first.added_up(eqn, inputs)
             goals = [goal.get(var) for var in eqn.outvars]
             self._calls[inside:] = flat.calls.get(id(eqn), ())
-            gathered: dict[Any, ShardedValue] = {}
+            gathered: dict[Any, Output] = {}
             if gathers is not None:
                 gathered = gathers.before(index, here, self._dependency(eqn, inputs))
             with self._executor.context(eqn):
@@ -245,7 +246,7 @@ class Partitioner(Resharder):
         inputs: list[ValueVersions],
         goals: list[TensorSharding | None],
         uses: RuleContext,
-        gathered: Mapping[Any, ShardedValue],
+        gathered: Mapping[Any, Output],
     ) -> list[ValueVersions]:
         """Evaluate one equation: a loop, branch, annotation, or an operator by its rule.
 
@@ -309,7 +310,7 @@ class Partitioner(Resharder):
         return [ValueVersions(output) for output in outputs]
 
     def together(
-        self, eqn: Any, inputs: list[ValueVersions], ready: Sequence[ShardedValue | None]
+        self, eqn: Any, inputs: list[ValueVersions], ready: Sequence[Output | None]
     ) -> list[ValueVersions]:
         """Gather inputs split over `data` that meet a data-varying value in one equation.
 
@@ -531,7 +532,7 @@ class Partitioner(Resharder):
 
 
 def _with_whole(
-    inputs: Sequence[ValueVersions], ready: Sequence[ShardedValue | None]
+    inputs: Sequence[ValueVersions], ready: Sequence[Output | None]
 ) -> list[ValueVersions]:
     """Return inputs of which some have been gathered."""
     pairs = zip(inputs, ready, strict=True)
