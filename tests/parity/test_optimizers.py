@@ -60,6 +60,30 @@ def test_norms_of_all_parameters_share_reductions(x64, name, plan, rounds):
     assert len(new) == (1 if plan.tensor == 1 else 3)
 
 
+def whitened():
+    """Multiplies gradients by sums of their products, as preconditioners are made of."""
+
+    def init(params):
+        return {k: jnp.zeros((p.shape[1],) * 2) for k, p in params.items() if p.ndim == 2}
+
+    def update(grads, state, params=None):
+        state = {k: old + grads[k].T @ grads[k] for k, old in state.items()}
+        return {k: -g @ state[k] if k in state else -0.1 * g for k, g in grads.items()}, state
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.filterwarnings("ignore::plurax.errors.ShardingWarning")
+@pytest.mark.parametrize("zero", [1, 3])
+def test_matrices_that_are_no_parameters_are_in_shards(x64, monkeypatch, zero):
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "whitened", whitened)
+    got, program = optimizers.planned("whitened", px.Plan(data=2, zero=zero))
+    assert optimizers.same(got, optimizers.by_hand("whitened"))
+    state = program.init(params=jax.tree.map(jnp.asarray, optimizers.start())).opt_state
+    shards = {name: leaf.addressable_shards[0].data.shape for name, leaf in state.items()}
+    assert shards == {"first": (8, 4), "second": (6, 3), "out": (7, 7)}  # 2 does not divide 7
+
+
 def sums(program):
     """How often numbers are added up, by the axes."""
     planned = program.planned_collectives()

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from plurax import errors, tree
@@ -149,19 +150,27 @@ def padded_shape(
     return tuple(size * sharding.num_shards(dim, axes) for dim, size in enumerate(shard))
 
 
-def opt_state_shardings(state: PyTree, params: PyTree, param_shardings: PyTree) -> PyTree:
+def opt_state_shardings(
+    state: PyTree, params: PyTree, param_shardings: PyTree, plan: Plan
+) -> PyTree:
     """Return the sharding of each leaf of an optimizer's state.
 
-    It is that of the parameter to which the leaf belongs; other leaves are replicated.
+    It is that of the parameter to which the leaf belongs. Under ZeRO other matrices, such as
+    preconditioners, are split along a dim that the devices divide, but the first, which may count
+    layers; all other leaves are replicated.
     """
     shardings = jax.tree.leaves(param_shardings, is_leaf=is_sharding)
-    return jax.tree.map(
-        lambda leaf, index: (
-            shardings[index] if index >= 0 else TensorSharding.replicated(len(leaf.shape))
-        ),
-        state,
-        match_opt_state_to_params(state, params),
-    )
+
+    def find(leaf: Any, index: int) -> TensorSharding:
+        whole = TensorSharding.replicated(len(leaf.shape))
+        if index >= 0:
+            return shardings[index]
+        if not plan.zero or not jnp.issubdtype(leaf.dtype, jnp.number):
+            return whole
+        split = zero_sharding(leaf.shape, whole, plan, stacked=True)
+        return whole if split.indivisible_dims(leaf.shape, plan.axes) else split
+
+    return jax.tree.map(find, state, match_opt_state_to_params(state, params))
 
 
 def match_opt_state_to_params(state: PyTree, params: PyTree, dims: int | None = None) -> PyTree:

@@ -100,7 +100,7 @@ class StateShardings(StateLayout):
         self.shardings = dataclasses.replace(
             whole,
             params=self.shards if plan.zero == 3 else params,
-            opt_state=opt_state_shardings(like.opt_state, like.params, self.shards),
+            opt_state=opt_state_shardings(like.opt_state, like.params, self.shards, plan),
         )
         if any(layered):
             # Optimizer state with a leading dim of layers is split like the layers, even if its
