@@ -272,10 +272,6 @@ def test_what_experts_try(sizes, wanted):
     assert is_expert(Sizes(*sizes), two_nodes(25e9), 64) == wanted
 
 
-if __name__ == "__main__":
-    write()
-
-
 H100 = px.Machine.preset("8xH100-80GB")
 
 
@@ -344,3 +340,7 @@ def test_no_shardings_by_hand_are_faster_in_stages(network, sizes):
     pinned = sizes | {"shardings": annotated}
     found = px.search(task, optimizer, batch, H100, pinned=pinned, count=1, memory=1e15)
     assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9)
+
+
+if __name__ == "__main__":
+    write()
