@@ -342,5 +342,20 @@ def test_no_shardings_by_hand_are_faster_in_stages(network, sizes):
     assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9)
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("free", [["remat"], ["remat", "zero", "microbatches", "schedule"]])
+def test_of_small_stages_the_plan_by_hand_is_found(free):
+    """Its kernels take longer to start than to run, so more microbatches take longer; and of each
+    remat policy it is the second solution that is fastest."""
+    task, batch, rules, _ = uneven_widths()
+    mesh = {"data": 1, "pipeline": 2, "tensor": 4}
+    sizes = mesh | {"zero": 0, "microbatches": 2, "schedule": "eager-1f1b", "remat": "none"}
+    by_hand = px.estimate(task, optax.adam(1e-3), px.Plan(**sizes, shardings=rules), batch, H100)
+    pinned = {name: size for name, size in sizes.items() if name not in free}
+    found = px.search(task, optax.adam(1e-3), batch, H100, pinned=pinned, count=1, memory=1e15)
+    assert found.ranked[0].plan.remat == "none"
+    assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9)
+
+
 if __name__ == "__main__":
     write()

@@ -4,7 +4,7 @@ A clock would make what is found depend on how fast and how busy the computer is
 
     evaluations=16     solutions of shardings over `tensor`    8 at most
                        estimates                               what is left of the 16
-                       plans of experts                        of either kind, 16 more
+                       plans of experts, second solutions      of either kind, 16 more
                        looks at what a solution says           1,600
 """
 

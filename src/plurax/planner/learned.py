@@ -13,6 +13,9 @@ The bounds of candidates count the kernels of products only, too. A plan that sp
 no fewer kernels for a microbatch than one on fewer devices, so that an estimate raises the bounds
 of those of its policy: `data=8` above takes at least what its bound says and 0.8 ms.
 
+How long kernels take to start is learned from plans without stages, and where a search has none,
+from a stage: the whole model starts as many times more kernels as there are stages.
+
 Of a policy without an estimate on so few devices, those of another one say it, less what plans that
 send alike show that it starts fewer. Kernels that start, of a transformer on an A100:
 
@@ -59,6 +62,8 @@ class Learned:
         # For a remat policy, the seconds in which the kernels of a microbatch start; and of a step
         # those of the update.
         self._starts: dict[str, float] = {}
+        # The same of stages, where no plan without them is estimated.
+        self._staged_starts: dict[str, float] = {}
         self._bounding: list[tuple[Sizes, float]] = []  # by the sizes of plans that were estimated
         self._least_starts = functools.cache(self._starts_at_least)
         self._updates: list[tuple[int, float]] = []  # those of the update, by the ZeRO level
@@ -71,9 +76,10 @@ class Learned:
         update = estimated.update.overhead
         self._update_starts = min(update, self._update_starts or update)
         self._updates.append((sizes.zero, update))
+        starts = estimated.gradient.overhead / plan.most_microbatches * plan.pipeline
+        known = self._starts if plan.pipeline == 1 else self._staged_starts
+        known[plan.remat] = min(known.get(plan.remat, starts), starts)
         if plan.pipeline == 1:
-            starts = estimated.gradient.overhead / plan.most_microbatches
-            self._starts[plan.remat] = min(self._starts.get(plan.remat, starts), starts)
             self._bounding.append((sizes, starts))
             self._least_starts.cache_clear()
         share = estimated.seconds / self._least(sizes, bound)
@@ -119,7 +125,8 @@ class Learned:
         )  # fmt: skip
 
     def _with_starts(self, plan: Plan, computed: Computed) -> float:
-        starts = self._starts.get(plan.remat, min(self._starts.values(), default=0.0))
+        known = self._starts or (self._staged_starts if plan.pipeline > 1 else {})
+        starts = known.get(plan.remat, min(known.values(), default=0.0))
         starts = plan.most_microbatches * starts + (self._update_starts or 0.0)
         return computed.seconds + starts / plan.pipeline
 

@@ -321,8 +321,7 @@ class _Search:
             self.slower = queue.estimated()
         self.least_expected = min([self.least_expected, *queue.expected()])
         # What was computed before the estimate may have been more than the estimate.
-        self.ranked.sort(key=lambda one: (one.seconds, one.plan.devices))
-        self.ranked[:1] = map(self._improved, self.ranked[:1])
+        self._improve()
         best = self.ranked[0].seconds if self.ranked else math.inf
         left = (one for one in fitting if one.seconds < best and one.sizes not in self._known)
         self.least_left = min(map(self._least, left), default=best)
@@ -477,15 +476,29 @@ class _Search:
         self._best, self._fitting = min(self._best, estimated.seconds), self._fitting + 1
         return Ranked(candidate.plan, plan, estimated, estimated.peak)
 
+    def _improve(self) -> None:
+        """Give the fastest plan of each remat policy the faster of two solutions, and rank again.
+
+        Not one that would stay behind the best.
+        """
+        ranked = sorted([*self.ranked, *self.slower], key=_fastest_first)
+        policies: set[str] = set()
+        for index, plan in enumerate(ranked):
+            if plan.seconds < _SECOND * ranked[0].seconds and plan.plan.remat not in policies:
+                ranked[index] = self._improved(plan)
+            policies.add(plan.plan.remat)
+        ranked.sort(key=_fastest_first)
+        self.ranked, self.slower = ranked[: len(self.ranked)], ranked[len(self.ranked) :]
+
     def _improved(self, best: Ranked) -> Ranked:
-        """Return the best plan with the faster of its solutions, by their estimates."""
+        """Return a plan with the faster of its solutions, by their estimates."""
         candidate, shardings = best.candidate, self._shardings
-        if not self._effort.allows("estimate", False) or not (other := shardings.other(candidate)):
+        if not self._effort.allows("estimate", True) or not (other := shardings.other(candidate)):
             return best
         before = shardings.exactly(candidate)
         shardings.prefer(candidate, other)
         try:
-            with self._effort.spent_on("estimate", False):
+            with self._effort.spent_on("estimate", True):
                 plan = shardings.plan(candidate)
                 now = estimate(self._task, self._optimizer, plan, self._batch, self._machine)
             if now.peak + now.margin <= self._limit and now.seconds < best.seconds:
@@ -514,8 +527,16 @@ _NEAR = 1.05
 """Plans expected to be slower than an estimated one by less than this are estimated before it is
 ranked: what was computed is as near as that, once a plan alike is estimated."""
 
+_SECOND = 1.15
+"""How much slower than the best a plan may be that gets a second solution: of a dozen networks none
+gained more than an eighth by it."""
+
 _SAME = 1.001
 """Seconds that differ by less are not worth another look."""
+
+
+def _fastest_first(plan: Ranked) -> tuple[float, int]:
+    return plan.seconds, plan.plan.devices
 
 
 _Item = tuple[tuple[float, int, int], float, CandidatePlan, Ranked | Computed | None]
