@@ -123,7 +123,9 @@ def test_a_search_on_millions_of_devices_ends(monkeypatch):
     """Hundreds of plans with `tensor` have smaller bounds than those that can be."""
     traced, trace = [], tensor_search.graph_of_step
     monkeypatch.setattr(
-        tensor_search, "graph_of_step", lambda *args: traced.append(args) or trace(*args)
+        tensor_search,
+        "graph_of_step",
+        lambda *args, **named: traced.append(args) or trace(*args, **named),
     )
     machine = px.Machine.preset("8xH100-80GB", nodes=10**6)
     found = px.search(models.mlp_task(), optax.sgd(0.1), models.data(512), machine, evaluations=6)

@@ -92,7 +92,7 @@ def _of_sums(
     behind = _linear(eqns, results, sums, batch)
     summed, ids = set[Any](), set[int]()
     for eqn in eqns:
-        if len(eqn.outvars) > 1 or eqn.outvars[0] not in behind:
+        if len(eqn.outvars) != 1 or eqn.outvars[0] not in behind:
             continue
         terms = [atom for atom in variables(eqn.invars) if atom in behind]
         meets = not split.isdisjoint(variables(eqn.invars)) and eqn.primitive.name in ELEMENTWISE
@@ -113,14 +113,14 @@ def _linear(
     behind: dict[Any, frozenset[Any]] = {}
     read: dict[Any, frozenset[Any]] = {var: frozenset([var]) for var in sums}
     for eqn in reversed(eqns):
-        (out, *more) = eqn.outvars
         for var in eqn.outvars:
             if var in batch and var in read and var not in others:
                 behind[var] = read[var]
         terms = [place for place, v in enumerate(eqn.invars) if _of(v, batch)]
-        if out in behind and not more and _adds_up(eqn, terms):
+        known = [behind[var] for var in eqn.outvars if var in behind]
+        if len(eqn.outvars) == len(known) == 1 and _adds_up(eqn, terms):
             for var in variables(eqn.invars):
-                read[var] = read.get(var, frozenset()) | behind[out]
+                read[var] = read.get(var, frozenset()) | known[0]
         else:
             others.update(variables(eqn.invars))
     return behind

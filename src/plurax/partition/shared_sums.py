@@ -73,8 +73,10 @@ def _is_sum(
     eqn: Any, sums: Sequence[Any], here: Mapping[Any, ValueVersions], readers: Mapping[Any, int]
 ) -> bool:
     """Whether the result of an equation of sums is one, too: each device computes its part."""
+    if len(eqn.outvars) != 1:
+        return False
     size = eqn.outvars[0].aval.size
-    if len(eqn.outvars) > 1 or any(readers[var] > 1 or var.aval.size < size for var in sums):
+    if any(readers[var] > 1 or var.aval.size < size for var in sums):
         return False
     places = [place for place, atom in enumerate(eqn.invars) if any(atom is var for var in sums)]
     if eqn.primitive.name not in ("add", "add_any", "sub"):
