@@ -57,6 +57,14 @@ def modulated():
 
 MODULATED = {"up": (None, None, "tensor"), "down": (None, "tensor", None)}
 
+
+def assert_sent(graph, solution, moved):
+    """A solution sends what the partitioner does, but for one number, the loss or its gradient."""
+    size = graph.axes.sizes["tensor"]
+    number = 4 * 2 * (size - 1) / size  # all-reduced, float32
+    assert abs(bytes_sent(graph, solution) - moved.bytes_sent) in (0, number)
+
+
 TASKS = {
     "modulated": lambda: (modulated(), {"x": jnp.zeros((8, 16, 64))}),
     "blocks": lambda: (block_task(2), TEXT),
@@ -77,8 +85,7 @@ def test_the_partitioner_computes_what_is_solved(name, size):
     moved = Walk(graph).moved(solution.parameters, [])
     assert moved.flops == flops
     if name != "stack":  # whose layers name activations
-        # Up to a number, the loss.
-        assert moved.bytes_sent == pytest.approx(bytes_sent(graph, solution), rel=1e-4)
+        assert_sent(graph, solution, moved)
     replicated = {
         path: TensorSharding.replicated(len(tensor.shape))
         for path, tensor in graph.parameters.items()
@@ -98,7 +105,7 @@ def test_a_partial_sum_is_reduced_where_the_partitioner_does(scale):
     }
     solution = exact.solve(graph, TimeCosts(SLOW, Plan(tensor=4)), pinned)
     moved = Walk(graph).moved(solution.parameters, [])
-    assert bytes_sent(graph, solution) == pytest.approx(moved.bytes_sent, rel=1e-4)  # a number
+    assert_sent(graph, solution, moved)
 
 
 COLUMNS = {
@@ -123,7 +130,7 @@ def test_a_residual_stream_that_parameters_split_is_carried_so():
     }
     solution = exact.solve(graph, TimeCosts(SLOW, Plan(tensor=4)), pinned)
     moved = Walk(graph).moved(solution.parameters, [])
-    assert bytes_sent(graph, solution) == pytest.approx(moved.bytes_sent, rel=1e-4)
+    assert_sent(graph, solution, moved)
     chosen = zip(graph.nodes, solution.choice, strict=True)
     assert moved.flops == sum(node.trips * node.strategies[one].flops for node, one in chosen)
 
@@ -165,10 +172,11 @@ def residual(behind, name=lambda x: x):
 @pytest.mark.parametrize(
     "behind", ["a bias", *(pytest.param(one, marks=pytest.mark.ci) for one in list(BEHIND)[1:])]
 )
-def test_a_partial_sum_is_scattered_to_where_it_is_met(behind, tokens, remat):
+def test_a_partial_sum_is_scattered_to_where_it_is_met(request, behind, tokens, remat):
     """Bytes of Megatron's shardings with tokens split between layers, or a stream by columns."""
     if (behind, tokens, remat) == ("what is not linear", True, "full"):
-        pytest.skip("the graph does not know that a cotangent is met in a recomputed part")
+        why = "the graph does not know that a cotangent is split in a recomputed part"
+        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
     sequence = ["residual"] if tokens else []
     rules = px.sharding.megatron(column=["up"], row=["down"], sequence=sequence)
     rules |= {} if tokens else {"embed": (None, "tensor")}
@@ -182,7 +190,7 @@ def test_a_partial_sum_is_scattered_to_where_it_is_met(behind, tokens, remat):
     }
     solution = exact.solve(graph, TimeCosts(SLOW, plan), pinned)
     moved = Walk(graph, find).moved(solution.parameters, [])
-    assert bytes_sent(graph, solution) == pytest.approx(moved.bytes_sent, rel=1e-3)  # a number
+    assert_sent(graph, solution, moved)
     chosen = zip(graph.nodes, solution.choice, strict=True)
     assert moved.flops == sum(node.trips * node.strategies[one].flops for node, one in chosen)
 

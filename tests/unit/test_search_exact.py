@@ -571,7 +571,7 @@ def test_a_pinned_strategy_holds_and_costs_no_less():
     solution = exact.solve(graph, TimeCosts(SMALL), pins)
     assert solution.parameters["in0"] == pins["in0"][0]
     assert solution.cost >= free.cost * (1 - 1e-9)
-    # What was found can be pinned whole.
+    # The equations that were found can be pinned, too; a parameter may be stored as none reads it.
     again = exact.solve(graph, TimeCosts(SMALL), pins | pins_of(graph, solution))
     assert again.cost == pytest.approx(solution.cost)
     assert pins_of(graph, again) == pins_of(graph, solution)

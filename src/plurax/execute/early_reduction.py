@@ -44,8 +44,9 @@ from plurax.jaxpr.interpret import (
 )
 from plurax.jaxpr.loop_constants import broadcasts_inside
 from plurax.partition.buckets import computed_at
+from plurax.partition.partial_sums import SUMS
 from plurax.partition.rule_context import count_readers
-from plurax.partition.stacked_results import SUMS, rows_inside
+from plurax.partition.stacked_results import rows_inside
 from plurax.plan import Plan
 from plurax.sharding.in_turn import psum_in_turn
 from plurax.sharding.reduce_dtype import SumRounding

@@ -24,9 +24,8 @@ from jax.extend.core import Literal
 from plurax.jaxpr.compat import ELEMENTWISE
 from plurax.jaxpr.interpret import variables
 from plurax.partition.buckets import needs_gather
-from plurax.partition.partial_sums import linear
+from plurax.partition.partial_sums import adds_up
 from plurax.partition.resharder import Resharder
-from plurax.partition.sums_apart import SUMS
 from plurax.partition.values import ValueVersions
 from plurax.sharding.spec import TensorSharding
 
@@ -128,13 +127,8 @@ def _linear(
 
 def _adds_up(eqn: Any, terms: Sequence[int]) -> bool:
     """Whether an equation is linear in its operands of the batch, at the places `terms`."""
-    if eqn.primitive.name in SUMS or eqn.primitive.name == "sub":
-        rest = [atom for place, atom in enumerate(eqn.invars) if place not in terms]
-        return all(isinstance(atom, Literal) and not atom.val for atom in rest)
-    if len(terms) != 1 or eqn.primitive.name == "select_n":
-        return False
-    moves = eqn.primitive.name in _MOVES and terms[0] == 0
-    return moves or linear(eqn, terms[0])
+    moves = eqn.primitive.name in _MOVES and terms == [0]
+    return moves or (eqn.primitive.name != "select_n" and adds_up(eqn, terms))
 
 
 def _of(atom: Any, variables: Set[Any]) -> bool:

@@ -53,6 +53,17 @@ def shrinking(eqns: Sequence[Any], results: Sequence[Any]) -> frozenset[Any]:
     return frozenset(less)
 
 
+SUMS = frozenset(["add", "add_any"])
+
+
+def adds_up(eqn: Any, places: Sequence[int]) -> bool:
+    """Whether the result is a partial sum if the operands at these places are, and no others."""
+    if eqn.primitive.name not in SUMS | {"sub"}:
+        return len(places) == 1 and linear(eqn, places[0])
+    rest = [atom for place, atom in enumerate(eqn.invars) if place not in places]
+    return all(isinstance(atom, Literal) and not atom.val for atom in rest)
+
+
 def linear(eqn: Any, place: int) -> bool:
     """Whether the rule of an operation leaves this operand a partial sum, the others being none."""
     name = eqn.primitive.name

@@ -60,13 +60,13 @@ from plurax.partition.lookahead import Lookahead
 from plurax.partition.loops import Loop, While
 from plurax.partition.manual import eval_manual_body
 from plurax.partition.operators import RULES, by_default, by_own_rows
-from plurax.partition.partial_sums import shrinking
+from plurax.partition.partial_sums import SUMS, shrinking
 from plurax.partition.resharder import Resharder
 from plurax.partition.rule_context import RuleContext, count_readers
 from plurax.partition.scopes import BY_HAND
 from plurax.partition.shared_sums import counted, in_rounds
 from plurax.partition.stacked_results import rows_inside
-from plurax.partition.sums_apart import SUMS, add_apart, terms_of_sums
+from plurax.partition.sums_apart import add_apart, terms_of_sums
 from plurax.partition.values import (
     DeferredValue,
     Output,

@@ -27,7 +27,7 @@ from jax.extend.core import Literal
 from jaxtyping import Array
 
 from plurax.jaxpr.interpret import variables
-from plurax.partition.partial_sums import linear
+from plurax.partition.partial_sums import adds_up
 from plurax.partition.resharder import Resharder
 from plurax.partition.values import ValueVersions
 
@@ -79,11 +79,8 @@ def _is_sum(
     if any(readers[var] > 1 or var.aval.size < size for var in sums):
         return False
     places = [place for place, atom in enumerate(eqn.invars) if any(atom is var for var in sums)]
-    if eqn.primitive.name not in ("add", "add_any", "sub"):
-        return len(places) == 1 and linear(eqn, places[0])
-    rest = [atom for place, atom in enumerate(eqn.invars) if place not in places]
     axes = {here[var].value.sharding.partial for var in sums}
-    return len(axes) == 1 and all(isinstance(atom, Literal) and not atom.val for atom in rest)
+    return len(axes) == 1 and adds_up(eqn, places)
 
 
 def _reduce(sums: Sequence[ValueVersions], resharder: Resharder) -> None:

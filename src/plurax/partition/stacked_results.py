@@ -21,12 +21,12 @@ from jax.extend.core import Literal, Var
 
 from plurax.jaxpr.compat import Scan, open_jaxpr
 from plurax.jaxpr.interpret import variables
+from plurax.partition.partial_sums import SUMS
 from plurax.partition.rule_context import count_readers
 
 BY_ROWS = frozenset(["convert_element_type", "reshape", "transpose"])
-"""Operations that may be done row by row of their first dim."""
-SUMS = frozenset(["add", "add_any"])
-"""Operations that may be, where their other operand is known before the loop."""
+"""Operations that may be done row by row of their first dim. Sums may be, where their other operand
+is known before the loop."""
 
 
 def rows_inside(

@@ -18,11 +18,10 @@ from typing import Any
 
 from plurax.jaxpr.interpret import variables
 from plurax.partition.operators.common import can_stay_partial, decided, fitting
+from plurax.partition.partial_sums import SUMS
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import Decision, DeferredValue, Operand, ValueVersions
 from plurax.sharding.spec import REPLICAS, TensorSharding
-
-SUMS = frozenset(["add", "add_any"])
 
 
 def terms_of_sums(eqns: Sequence[Any], readers: Mapping[Any, int]) -> frozenset[Any]:

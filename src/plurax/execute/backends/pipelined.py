@@ -348,10 +348,8 @@ class PipelinedBackend(Backend):
     ) -> tuple[Staged, Staged]:
         """Run the optimizer's update, each parameter on the device that has it."""
         base, layout = self._base, self.layout
-        partitioner, stage = (
-            base.partitioner(shares_sums=True),
-            base.partitioner(stage=True, shares_sums=True),
-        )
+        partitioner = base.partitioner(shares_sums=True)
+        stage = base.partitioner(stage=True, shares_sums=True)
         like, shardings = base.layout.like, base.layout.shardings
         inputs = [
             *self._inputs(grads, layout.shards, like.params, base.layout.shards),
