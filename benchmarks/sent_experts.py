@@ -201,7 +201,7 @@ def _step_by_xla(way: Way, mesh: Mesh) -> Any:
 NAMES = (*PLANS, "by hand", "XLA's partitioner")
 
 
-def _compiled(way: Way, name: str, devices: Sequence[Any], tokens: int) -> CompiledStep:
+def compiled(way: Way, name: str, devices: Sequence[Any], tokens: int) -> CompiledStep:
     """Return the step of a name for so many tokens."""
     shape = (8, tokens // 8, WIDTH)
     if name in PLANS:
@@ -240,7 +240,7 @@ def here() -> None:
 
 def _time(way: Way) -> None:
     """Print what a way of dispatch takes by each name."""
-    steps = {name: _compiled(way, name, jax.devices()[:DEVICES], HERE) for name in NAMES}
+    steps = {name: compiled(way, name, jax.devices()[:DEVICES], HERE) for name in NAMES}
     x = np.random.default_rng(0).normal(size=(8, HERE // 8, WIDTH)).astype(np.float32)
     plain = steps["kept on each device"]
     plain.start(None, x)
@@ -262,7 +262,7 @@ def elsewhere(target: str) -> None:
     """Print what a machine's compiler makes of each."""
     for title, way in WAYS.items():
         for name in NAMES:
-            step = _compiled(way, name, px.topology(target)[:DEVICES], TOKENS)
+            step = compiled(way, name, px.topology(target)[:DEVICES], TOKENS)
             print(f"{target:10} {title:12} {_text(name, step)}", flush=True)
 
 
