@@ -3,12 +3,15 @@
     python -m benchmarks.context                          # 8 virtual CPU devices
     python -m benchmarks.context 8xH100 v5e:2x4           # compiled for machines that are not here
 
-A causal transformer of two layers on one sequence, rematerialized layer by layer, one step of SGD:
+A transformer of two layers on one sequence, rematerialized layer by layer, one step of SGD, with
+attention to all keys and under a causal mask:
 
     ring, gather, heads             `Plan(context=8, context_strategy=..., stream=512)`, from
                                     attention as equations
     heads+ring                      the same with two heads, exchanged within four groups of devices
-    ... by hand                     `jax.shard_map`, with the loops of FlashAttention-2 on blocks
+    ... by hand                     `jax.shard_map`, with the loops of FlashAttention-2 on blocks;
+                                    under the mask they compute hidden keys, too, and JAX keeps the
+                                    mask of all blocks when it rematerializes a layer
     XLA's partitioner               attention as equations in `jax.jit`, tokens split by sharding
 
 Seconds are processor seconds, medians of steps in turns; bytes are what each device receives, read
@@ -21,6 +24,7 @@ https://arxiv.org/abs/2405.07719.
 """
 
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -51,7 +55,10 @@ FEWER = 2
 
 
 def _scores(q: Any, k: Any, first_query: Any, first_key: Any) -> Any:
+    """Scores, those of later keys masked; of all keys where `first_query` is None."""
     scores = jnp.einsum("bnth,bnsh->bnts", q, k) / np.sqrt(q.shape[-1])
+    if first_query is None:
+        return scores
     rows = first_query + jnp.arange(q.shape[2])[:, None]
     return jnp.where(first_key + jnp.arange(k.shape[2])[None] <= rows, scores, -1e30)
 
@@ -111,7 +118,7 @@ def _gradients(
 
 
 def _whole_attention(first_query: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return attention of queries to all keys; `first_query` of a device's queries' first token."""
+    """Return attention to gathered keys; `first_query` of a device's queries' first token."""
 
     @jax.custom_vjp
     def attention(q: Any, k: Any, v: Any) -> Any:
@@ -130,21 +137,21 @@ def _whole_attention(first_query: Callable[[Any], Any]) -> Callable[..., Any]:
     return attention
 
 
-def gather_by_hand(q: Any, k: Any, v: Any) -> Any:
+def gather_by_hand(causal: bool, q: Any, k: Any, v: Any) -> Any:
     """Attention of a device's tokens (B, t, N, H), with all keys and values gathered."""
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     k, v = (lax.all_gather(x, "context", axis=2, tiled=True) for x in (k, v))
-    first = _whole_attention(lambda q: lax.axis_index("context") * q.shape[2])
-    return first(q, k, v).swapaxes(1, 2)
+    first = (lambda q: lax.axis_index("context") * q.shape[2]) if causal else lambda _: None
+    return _whole_attention(first)(q, k, v).swapaxes(1, 2)
 
 
-def heads_by_hand(q: Any, k: Any, v: Any) -> Any:
+def heads_by_hand(causal: bool, q: Any, k: Any, v: Any) -> Any:
     """Attention of all tokens for a share of the heads, exchanged and back."""
     q, k, v = (
         lax.all_to_all(x.swapaxes(1, 2), "context", split_axis=1, concat_axis=2, tiled=True)
         for x in (q, k, v)
     )
-    out = _whole_attention(lambda _: 0)(q, k, v)
+    out = _whole_attention(lambda _: 0 if causal else None)(q, k, v)
     out = lax.all_to_all(out, "context", split_axis=2, concat_axis=1, tiled=True)
     return out.swapaxes(1, 2)
 
@@ -155,63 +162,73 @@ def _next(*arrays: Any) -> Any:
     return tuple(lax.ppermute(x, "context", pairs) for x in arrays)
 
 
-def _first_tokens(q: Any, turn: Any) -> tuple[Any, Any]:
+def _first_tokens(causal: bool, q: Any, turn: Any) -> tuple[Any, Any]:
     """Return the first token of a device's queries, and of the keys that it has in a turn."""
+    if not causal:
+        return None, 0
     device, devices = lax.axis_index("context"), lax.axis_size("context")
     return device * q.shape[2], (device - turn) % devices * q.shape[2]
 
 
-@jax.custom_vjp
-def _ring(q: Any, k: Any, v: Any) -> Any:
-    return _ring_forward(q, k, v)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(causal: bool, q: Any, k: Any, v: Any) -> Any:
+    return _ring_forward(causal, q, k, v)[0]
 
 
-def _ring_forward(q: Any, k: Any, v: Any) -> Any:
+def _ring_forward(causal: bool, q: Any, k: Any, v: Any) -> Any:
     def turn(state: Any, number: Any) -> Any:
         carry, k, v = state
         following = _next(k, v)
-        return (_add_keys(carry, q, k, v, *_first_tokens(q, number)), *following), None
+        return (_add_keys(carry, q, k, v, *_first_tokens(causal, q, number)), *following), None
 
     turns = lax.axis_size("context") - 1
     (carry, *last), _ = lax.scan(turn, (_empty(q), k, v), jnp.arange(turns))
-    out, log_sum = _finished(_add_keys(carry, q, *last, *_first_tokens(q, turns)))
+    out, log_sum = _finished(_add_keys(carry, q, *last, *_first_tokens(causal, q, turns)))
     return out, (q, k, v, out, log_sum)
 
 
-def _ring_backward(kept: Any, d_out: Any) -> Any:
+def _ring_backward(causal: bool, kept: Any, d_out: Any) -> Any:
     q, k, v, out, log_sum = kept
     some = q, log_sum, (d_out * out).sum(-1), d_out
 
     def turn(state: Any, number: Any) -> Any:
         d_q, k, v, d_k, d_v = state
         following = _next(k, v)
-        d_q, more_k, more_v = _gradients(d_q, some, k, v, *_first_tokens(q, number))
+        d_q, more_k, more_v = _gradients(d_q, some, k, v, *_first_tokens(causal, q, number))
         return (d_q, *following, *_next(d_k + more_k, d_v + more_v)), None
 
     zeros = jnp.zeros(q.shape), k, v, jnp.zeros(k.shape), jnp.zeros(v.shape)
     turns = lax.axis_size("context") - 1
     (d_q, k, v, d_k, d_v), _ = lax.scan(turn, zeros, jnp.arange(turns))
-    d_q, more_k, more_v = _gradients(d_q, some, k, v, *_first_tokens(q, turns))
+    d_q, more_k, more_v = _gradients(d_q, some, k, v, *_first_tokens(causal, q, turns))
     return d_q, *_next(d_k + more_k, d_v + more_v)
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def ring_by_hand(q: Any, k: Any, v: Any) -> Any:
+def ring_by_hand(causal: bool, q: Any, k: Any, v: Any) -> Any:
     """Attention of a device's tokens (B, t, N, H), keys and values in a ring."""
-    return _ring(*(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)
+    return _ring(causal, *(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)
 
 
-def both_by_hand(q: Any, k: Any, v: Any) -> Any:
+def both_by_hand(causal: bool, q: Any, k: Any, v: Any) -> Any:
     """The same after heads were exchanged for the tokens of the mesh axis `group`, and back."""
     q, k, v = (
         lax.all_to_all(x.swapaxes(1, 2), "group", split_axis=1, concat_axis=2, tiled=True)
         for x in (q, k, v)
     )
-    out = lax.all_to_all(_ring(q, k, v), "group", split_axis=2, concat_axis=1, tiled=True)
+    out = lax.all_to_all(_ring(causal, q, k, v), "group", split_axis=2, concat_axis=1, tiled=True)
     return out.swapaxes(1, 2)
 
+
+def _to_all_keys(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+
+
+WRITTEN = {False: _to_all_keys, True: as_written}
+"""Attention as equations, to all keys and under a causal mask."""
 
 BY_HAND = {
     "ring": ring_by_hand, "gather": gather_by_hand, "heads": heads_by_hand,
@@ -229,11 +246,12 @@ def _sgd(params: Any, grads: Any) -> Any:
     return jax.tree.map(lambda p, g: p - RATE * g, params, grads)
 
 
-def step_by_hand(strategy: str, tokens: int, mesh: Mesh) -> Any:
+def step_by_hand(strategy: str, causal: bool, tokens: int, mesh: Mesh) -> Any:
     """Return the jitted step `(params, x) -> params`."""
 
     def step(params: Any, x: Any) -> Any:
-        grads = jax.grad(_loss)(params, x, BY_HAND[strategy], tokens)
+        attention = functools.partial(BY_HAND[strategy], causal)
+        grads = jax.grad(_loss)(params, x, attention, tokens)
         return _sgd(params, lax.psum(grads, mesh.axis_names))
 
     split = P(None, mesh.axis_names)
@@ -241,12 +259,12 @@ def step_by_hand(strategy: str, tokens: int, mesh: Mesh) -> Any:
     return jax.jit(mapped, donate_argnums=0)
 
 
-def step_by_xla(tokens: int, mesh: Mesh) -> Any:
+def step_by_xla(causal: bool, tokens: int, mesh: Mesh) -> Any:
     """Return the step with attention as written, its tokens split by XLA's partitioner."""
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "context"))
 
     def step(params: Any, x: Any) -> Any:
-        return _sgd(params, jax.grad(_loss)(params, x, as_written, tokens))
+        return _sgd(params, jax.grad(_loss)(params, x, WRITTEN[causal], tokens))
 
     return jax.jit(step, in_shardings=(whole, split), out_shardings=whole, donate_argnums=0)
 
@@ -254,10 +272,12 @@ def step_by_xla(tokens: int, mesh: Mesh) -> Any:
 # --- Measured -------------------------------------------------------------------------------------
 
 
-def compiled(name: str, tokens: int, devices: Sequence[Any]) -> tuple[CompiledStep, float]:
+def compiled(
+    name: str, causal: bool, tokens: int, devices: Sequence[Any]
+) -> tuple[CompiledStep, float]:
     """Return the step of a name, and the seconds it took to compile."""
     strategy, _, by_hand = name.partition(" ")
-    task, started = task_of(as_written, heads=_heads(name)), time.perf_counter()
+    task, started = task_of(WRITTEN[causal], heads=_heads(name)), time.perf_counter()
     step: CompiledStep
     if strategy in STRATEGIES and not by_hand:
         batch = {"x": jax.ShapeDtypeStruct((1, tokens, WIDTH), jnp.float32)}
@@ -268,7 +288,8 @@ def compiled(name: str, tokens: int, devices: Sequence[Any]) -> tuple[CompiledSt
         if strategy == "heads+ring":
             mesh = Mesh(np.asarray(devices).reshape(-1, FEWER), ("context", "group"))
         hand = strategy in STRATEGIES
-        jitted = step_by_hand(strategy, tokens, mesh) if hand else step_by_xla(tokens, mesh)
+        own = functools.partial(step_by_hand, strategy) if hand else step_by_xla
+        jitted = own(causal, tokens, mesh)
         whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, mesh.axis_names))
         params = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
@@ -283,9 +304,9 @@ def _heads(name: str) -> int:
     return FEWER if name.startswith("heads+ring") else HEADS
 
 
-def _on_one_device(heads: int, x: Any) -> tuple[Any, Any]:
+def _on_one_device(causal: bool, heads: int, x: Any) -> tuple[Any, Any]:
     """Return the parameters before and after a step of attention as written."""
-    task = task_of(as_written, heads=heads)
+    task = task_of(WRITTEN[causal], heads=heads)
     alone = px.compile(task, optax.sgd(RATE), px.Plan(remat="full"), {"x": x})
     state = alone.init(seed=0)
     params = jax.device_get(state.params)
@@ -299,10 +320,10 @@ NAMES = (*STRATEGIES, *(f"{name} by hand" for name in STRATEGIES), "XLA's partit
 def here() -> None:
     """Print what each takes on 8 virtual devices of this machine."""
     px.virtual_devices(DEVICES)
-    for tokens in HERE:
+    for tokens, causal in itertools.product(HERE, WRITTEN):
         x = np.random.default_rng(0).normal(size=(1, tokens, WIDTH)).astype(np.float32)
-        steps = {name: compiled(name, tokens, jax.devices()[:DEVICES]) for name in NAMES}
-        errors, on_one = {}, {heads: _on_one_device(heads, x) for heads in (HEADS, FEWER)}
+        steps = {name: compiled(name, causal, tokens, jax.devices()[:DEVICES]) for name in NAMES}
+        errors, on_one = {}, {heads: _on_one_device(causal, heads, x) for heads in (HEADS, FEWER)}
         for name, (step, _) in steps.items():
             params, exact = on_one[_heads(name)]
             step.start(params, x)
@@ -313,8 +334,8 @@ def here() -> None:
         for name, case in steps.items():
             beside = median.get(f"{name} by hand")
             ratio = f", {median[name] / beside:4.2f} x by hand" if beside else ""
-            print(f"{tokens:7,} tokens, {_text(name, *case)}, {median[name]:6.2f} s of processor "
-                  f"time{ratio}, error {errors[name]:.0e}", flush=True)  # fmt: skip
+            print(f"{_case(tokens, causal)}, {_text(name, *case)}, {median[name]:6.2f} s of "
+                  f"processor time{ratio}, error {errors[name]:.0e}", flush=True)  # fmt: skip
 
 
 def _largest(params: Any, exact: Any) -> float:
@@ -333,15 +354,19 @@ def _text(name: str, step: CompiledStep, seconds: float) -> str:
 
 def elsewhere(target: str) -> None:
     """Print what a machine's compiler makes of each."""
-    for tokens in ELSEWHERE:
-        for name in NAMES:
-            try:
-                case = compiled(name, tokens, px.topology(target)[:DEVICES])
-            except (px.errors.OutOfMemoryError, jax.errors.JaxRuntimeError) as error:
-                reason = "does not fit" if "emory" in str(error) else str(error).splitlines()[0]
-                print(f"{target:8} {tokens:7,} tokens, {name:17} {reason[:80]}", flush=True)
-                continue
-            print(f"{target:8} {tokens:7,} tokens, {_text(name, *case)}", flush=True)
+    for tokens, causal, name in itertools.product(ELSEWHERE, WRITTEN, NAMES):
+        start = f"{target:8} {_case(tokens, causal)}"
+        try:
+            case = compiled(name, causal, tokens, px.topology(target)[:DEVICES])
+        except (px.errors.OutOfMemoryError, jax.errors.JaxRuntimeError) as error:
+            reason = "does not fit" if "emory" in str(error) else str(error).splitlines()[0]
+            print(f"{start}, {name:17} {reason[:80]}", flush=True)
+            continue
+        print(f"{start}, {_text(name, *case)}", flush=True)
+
+
+def _case(tokens: int, causal: bool) -> str:
+    return f"{tokens:7,} tokens, {'causal' if causal else 'all keys'}"
 
 
 if __name__ == "__main__":

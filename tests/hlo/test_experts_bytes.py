@@ -47,8 +47,8 @@ def test_only_tokens_are_added_up(dispatch):
 
 
 SENT = {
-    # In each of two layers: what is kept for the backward pass is added up before it is weighted.
-    mixtures.in_a_loop: 2 * (mixtures.K * TOKENS + TOKENS),
+    # Of two layers: what is kept for the backward pass stays a partial sum.
+    mixtures.in_a_loop: 2 * (2 * TOKENS + CHOICES),
     # The gradient of a bias that is not split.
     mixtures.normed: 2 * TOKENS + CHOICES + BIAS,
     # The hidden values, forward and twice backward: the rows of a product with other groups.
@@ -60,6 +60,17 @@ SENT = {
 def test_what_is_planned_is_what_is_compiled(fields):
     program = program_of(mixtures.sorted_rows, **fields)
     assert counted(program.collectives()) == counted(program.planned_collectives())
+
+
+@pytest.mark.parametrize("name", mixtures.LAYERS)
+def test_what_is_kept_of_a_layer_is_not_added_up(name):
+    """In a loop over layers, and in stages: the values of all experts stay with their devices, also
+    between forward and backward."""
+    program = mixtures.layers_program(mixtures.sorted_rows, name)
+    over = [one for one in program.planned_collectives() if "tensor" in one.axes]
+    sent = sum(one.bytes * one.trips for one in over if one.bytes > 8)  # no number of a loss
+    layers = mixtures.DEPTH // mixtures.LAYERS[name].get("pipeline", 1)
+    assert sent == layers * (2 * TOKENS + CHOICES)
 
 
 OWN = [mixtures.named_one_hot, mixtures.added_to_buffers, mixtures.sorted_rows]

@@ -328,6 +328,64 @@ def test_any_plan_equals_one_device(dispatch, name):
     assert_as_by_hand(dispatch, px.Plan(shardings=SPLIT, **PLANS[name]))
 
 
+# --- Layers in stages -----------------------------------------------------------------------------
+
+DEPTH = 4
+LAYERS = {
+    f"{schedule}, {remat}": {"pipeline": 2, "microbatches": 4, "schedule": schedule, "remat": remat}
+    for schedule in ("1f1b", "gpipe", "zb-h1")
+    for remat in ("none", "dots", "full")
+} | {"a loop": {}, "a loop, dots": {"remat": "dots"}}
+"""Name: the fields of the plan."""
+
+
+def layer(dispatch, p, x):
+    """A mixture of the tokens of all examples, or, with a capacity, of each."""
+    if dispatch is sorted_rows:
+        return x + dispatch(p, x.reshape(-1, D)).reshape(x.shape)
+    return x + jax.vmap(lambda tokens: dispatch(p, tokens))(x)
+
+
+def layers_of(dispatch):
+    """A task of `DEPTH` mixtures, one after another."""
+    return px.stack(
+        embed=(lambda key: {}, lambda p, batch, keys: batch["x"]),
+        block=(init, lambda p, x, batch, keys: layer(dispatch, p, x)),
+        head=(lambda key: {}, lambda p, x, batch, keys: ((x - batch["y"]) ** 2).mean((1, 2))),
+        depth=DEPTH,
+    )
+
+
+def layers_program(dispatch, name):
+    rules = {f"blocks/{key}": (None, *rule) for key, rule in SPLIT.items()}
+    plan = px.Plan(tensor=2, shardings=rules, **LAYERS[name])
+    return px.compile(layers_of(dispatch), optax.sgd(RATE), plan, batch_of())
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("name", "dispatch"),
+    [(name, sorted_rows) for name in LAYERS] + [("1f1b, none", one) for one in DISPATCHES],
+    ids=name_of,
+)
+def test_layers_of_experts_equal_one_device(dispatch, name):
+    program = layers_program(dispatch, name)
+    state, metrics = program.step(program.init(seed=0), batch_of())
+    params = layers_of(dispatch).init(jax.random.split(jax.random.key(0))[0])
+
+    def loss(params):
+        x = batch_of()["x"]
+        for index in range(DEPTH):
+            p = jax.tree.map(lambda leaf, k=index: leaf[k], params["blocks"])
+            x = layer(dispatch, p, x)
+        return ((x - batch_of()["y"]) ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    expected = value, jax.tree.map(lambda p, g: p - RATE * g, params, grads)
+    found = jax.device_get((metrics["loss"], program.to_canonical(state).params))
+    assert models.max_rel_error(found, jax.device_get(expected)) < 1e-10
+
+
 # --- Losses that couple examples ------------------------------------------------------------------
 
 

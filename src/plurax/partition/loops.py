@@ -18,7 +18,7 @@ that is on one device only would cost a broadcast each time.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,8 @@ class Loop:
 
     Where blocks of keys go around in a ring (see `ring.py`), the iterations are split over devices;
     not with `ring=False`.
+
+    `less` has stacks that may be partial sums (`partial_sums.py`).
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Loop:
         eqn: Any,
         inputs: list[ValueVersions],
         goals: list[TensorSharding | None],
+        less: Mapping[Any, int],
         *,
         ring: bool = True,
     ) -> None:
@@ -66,8 +69,15 @@ class Loop:
         # The place of the sizes of a stack of which each device has its own rows.
         self.sizes = [self._place_of_sizes(versions, xs) for versions in xs]
         self.xs = [
-            versions.value if place is not None else self._unstacked(versions)
-            for versions, place in zip(xs, self.sizes, strict=True)
+            versions.value if place is not None else self._unstacked(versions, stack in less)
+            for versions, place, stack in zip(
+                xs, self.sizes, self.scan.split(eqn.invars)[2], strict=True
+            )
+        ]
+        # How many numbers of a row are reduced where its stack is read, if it may be partial.
+        self.later = [
+            None if place < self.carried or var not in less else less[var] // max(self.length, 1)
+            for place, var in enumerate(eqn.outvars)
         ]
         # The carry's shardings are its own fixed point; only stacked outputs can have goals.
         self.goals = [
@@ -86,10 +96,11 @@ class Loop:
             return None
         return next((place for place, one in enumerate(xs) if one is rows.sizes), None)
 
-    def _unstacked(self, versions: ValueVersions) -> ShardedValue:
+    def _unstacked(self, versions: ValueVersions, partial: bool) -> ShardedValue:
         """Return a stacked input with its leading dim replicated, so that a scan can take rows, or
-        in a ring with each device's own."""
-        value: ShardedValue = self.partitioner.reduced(versions)
+        in a ring with each device's own; `partial`, whether it may stay a partial sum."""
+        partial = partial and not (versions.deferred or self.ring)
+        value: ShardedValue = versions.value if partial else self.partitioner.reduced(versions)
         if value.sharding.dims[0] not in ((), self.ring):
             # Of the user's tokens a warning is given, of blocks of attention it is meant so.
             scope = str(self.eqn.source_info.name_stack)
@@ -173,12 +184,15 @@ class Loop:
         outside = self.partitioner.over_layers
         self.partitioner.over_layers = any(map(self.partitioner.context.of_parameters, self.xs))
         body, consts = self.scan.body, self.scan.body_consts
-        out = self.partitioner.evaluate(body, consts, inputs, self.goals, with_sizes=True)
+        options: Any = {"with_sizes": True, "later": self.later}
+        out = self.partitioner.evaluate(body, consts, inputs, self.goals, **options)
         self.partitioner.over_layers = outside
         values = self.carry.returned(out[: self.carried])
         # A stacked gradient with a goal is reduced row by row, so only shards are stacked.
         order = computed_at(self.scan.body.eqns, self.scan.body.outvars[self.carried :])
-        stacked = [one if one.deferred else _reduced_first(one) for one in out[self.carried :]]
+        stacked = [
+            one if one.deferred else ValueVersions(one.stored) for one in out[self.carried :]
+        ]
         values += self.partitioner.finish(stacked, self.goals[self.carried :], order)
         self.found = values
         self.own = {
@@ -310,12 +324,6 @@ def replicated_over_data(partitioner: Any, versions: ValueVersions) -> Any:
         return versions.deferred
     value: ShardedValue = partitioner.reduced(versions)
     return partitioner.reshard(versions, value.sharding.without(["data"]))
-
-
-def _reduced_first(versions: ValueVersions) -> ValueVersions:
-    """Return a value that was reduced as what it was reduced to: it is stacked as its first."""
-    reduced = [value for value in versions.values if not value.sharding.partial]
-    return ValueVersions(reduced[0]) if reduced else versions
 
 
 def _row(stack: ShardedValue, array: Array) -> ShardedValue:

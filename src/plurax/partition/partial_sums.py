@@ -11,46 +11,84 @@ less that is sent behind them. Whether it is follows from the equations alone, r
     out = einsum("nkd,nk->nd")     128, for the residual that out is added to
     dw = einsum("nkd,nd->nk")      16, in the backward pass
                                    144 behind both readers of p, 256 before
+
+In a loop over layers the second reader is in another loop, of the backward pass: p is stacked as a
+partial sum, and its rows are read as such there.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from jax.extend.core import Literal
 
-from plurax.jaxpr.compat import is_linear
-from plurax.jaxpr.interpret import variables
+from plurax.jaxpr.compat import Scan, is_linear
+from plurax.jaxpr.interpret import flat_equations, variables
 
 _MOVES = frozenset(["reduce_sum", "reshape", "squeeze", "transpose"])
 """Operations that move or add up the entries of their one operand."""
 
 
-def shrinking(eqns: Sequence[Any], results: Sequence[Any]) -> frozenset[Any]:
-    """Return the variables of which fewer numbers are reduced if all readers leave them partial."""
-    # By variable: the numbers to reduce behind the readers that are linear in it; whether one is
-    # not, before which it is reduced itself.
-    behind: dict[Any, int] = {}
-    whole = set(variables(results))
-    less = set()
+def shrinking(
+    eqns: Sequence[Any], results: Sequence[Any], later: Sequence[int | None] = ()
+) -> dict[Any, int]:
+    """Return the variables of which fewer numbers are reduced if all readers leave them partial,
+    with these numbers.
 
-    def needed(var: Any) -> int:
-        """Return the numbers to reduce of a variable that is a partial sum."""
-        size, later = math.prod(var.aval.shape), behind.get(var, 0)
-        return size if var in whole else min(size, later)
+    `later` has the numbers of results that are read elsewhere, and may be partial sums there.
+    """
+    numbers = itertools.chain(later, itertools.repeat(None))
+    pairs = [pair for pair in zip(results, numbers, strict=False) if variables(pair[:1])]
+    sums = {var: size for var, size in pairs if size is not None}
+    behind, _ = behind_readers(eqns, [var for var, size in pairs if size is None], sums)
+    computed = [var for eqn in eqns for var in eqn.outvars]
+    return {var: behind[var] for var in computed if behind.get(var, math.inf) < _size(var)}
 
+
+def _size(var: Any) -> int:
+    return math.prod(var.aval.shape)
+
+
+def behind_readers(
+    eqns: Sequence[Any], results: Sequence[Any], later: Mapping[Any, int]
+) -> tuple[dict[Any, int], set[Any]]:
+    """Return by variable the numbers to reduce behind its readers; without those of which a reader
+    is not linear, before which they are reduced, and these."""
+    behind, whole = dict(later), set(variables(results))
+    stacks = {var for eqn in eqns if eqn.primitive.name == "scan" for var in eqn.outvars}
     for eqn in reversed(eqns):
-        for var in eqn.outvars:
-            if var in behind and var not in whole and behind[var] < math.prod(var.aval.shape):
-                less.add(var)
+        rows = _behind_rows(eqn, stacks)
         for place, atom in enumerate(eqn.invars):
             if isinstance(atom, Literal):
                 continue
             if len(eqn.outvars) == 1 and linear(eqn, place):
-                behind[atom] = behind.get(atom, 0) + needed(eqn.outvars[0])
+                (var,) = eqn.outvars
+                needed = _size(var) if var in whole else min(_size(var), behind.get(var, 0))
+                behind[atom] = behind.get(atom, 0) + needed
+            elif place in rows:
+                behind[atom] = behind.get(atom, 0) + rows[place]
             else:
                 whole.add(atom)
-    return frozenset(less)
+    return {var: numbers for var, numbers in behind.items() if var not in whole}, whole
+
+
+def _behind_rows(eqn: Any, stacks: Set[Any]) -> dict[int, int]:
+    """Return by the place of a stack that a loop reads the numbers to reduce behind its rows.
+
+    Of those that another loop has computed, `stacks`, and that may be partial sums.
+    """
+    if eqn.primitive.name != "scan" or stacks.isdisjoint(variables(eqn.invars)):
+        return {}
+    scan = Scan.of(eqn)
+    flat = flat_equations(scan.body.eqns, scan.body.outvars)
+    behind, whole = behind_readers(flat.eqns, flat.results, {})
+    first = scan.num_consts + scan.num_carry
+    return {
+        place: scan.length * behind.get(scan.body.invars[place], 0)
+        for place, atom in enumerate(eqn.invars)
+        if place >= first and atom in stacks and scan.body.invars[place] not in whole
+    }
 
 
 SUMS = frozenset(["add", "add_any"])

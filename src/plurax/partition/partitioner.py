@@ -144,17 +144,19 @@ class Partitioner(Resharder):
         *,
         with_sizes: bool = False,
         ahead: Sequence[Callable[[ShardedValue], list[TensorSharding]]] = (),
+        later: Sequence[int | None] = (),
     ) -> list[ValueVersions]:
         """Evaluate a jaxpr's equations in order.
 
         `wanted` gives the shardings of the results, None for no constraint. A data-varying result
         whose wanted sharding names `data` is a sum over the devices' rows; with `sums` all are.
         `with_sizes` says whose rows results have (`OwnRows`) where the sizes are a result, too;
-        `ahead` in which shardings each result, a partial sum, is met (`lookahead.py`).
+        `ahead` in which shardings each result, a partial sum, is met (`lookahead.py`); `later` how
+        many numbers are reduced where it is read, if it may stay one (`partial_sums.py`).
         """
         known = dict(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
         known.update(zip(jaxpr.invars, args, strict=True))
-        options: Any = {"with_sizes": with_sizes, "ahead": ahead}
+        options: Any = {"with_sizes": with_sizes, "ahead": ahead, "later": later}
         return self.evaluate_part(jaxpr.eqns, known, jaxpr.outvars, wanted, **options)
 
     def evaluate_part(
@@ -166,6 +168,7 @@ class Partitioner(Resharder):
         *,
         with_sizes: bool = False,
         ahead: Sequence[Callable[[ShardedValue], list[TensorSharding]]] = (),
+        later: Sequence[int | None] = (),
     ) -> list[ValueVersions]:
         """Evaluate those of some equations on which `results` depend, given the `known` values."""
         inside, outer = len(self._calls), self._met
@@ -185,7 +188,7 @@ class Partitioner(Resharder):
         sums = {var for var, target in goal.items() if self._is_sum(target)}
         first = SumsFirst(self, eqns, results, sums if split else set(), here)
         gathers = Gathers(self, eqns, here, first.eqns, once=self.over_layers) if split else None
-        readers, less = count_readers(eqns, results), shrinking(eqns, results)
+        readers, less = count_readers(eqns, results), shrinking(eqns, results, later)
         pairs, terms = zip(results, ahead, strict=False), terms_of_sums(eqns, readers)
         outside = {var: met for var, met in pairs if not isinstance(var, Literal)}
         lookahead = Lookahead(eqns, here, self._annotations.ahead, outside)
@@ -207,9 +210,7 @@ class Partitioner(Resharder):
             inputs = first.added_up(eqn, inputs)
             goals = [goal.get(var) for var in eqn.outvars]
             self._calls[inside:] = flat.calls.get(id(eqn), ())
-            gathered: dict[Any, Output] = {}
-            if gathers is not None:
-                gathered = gathers.before(index, here, self._dependency(eqn, inputs))
+            gathered = gathers.before(index, here, self._dependency(eqn, inputs)) if gathers else {}
             with self._executor.context(eqn):
                 outputs = self._equation(eqn, inputs, goals, uses, gathered)
             for var, versions in zip(eqn.outvars, outputs, strict=True):
@@ -262,7 +263,7 @@ class Partitioner(Resharder):
             return self.evaluate(*called_jaxpr(eqn), inputs, goals, ahead=ahead)
         ready = [None if isinstance(v, Literal) else gathered.get(v) for v in eqn.invars]
         if name in ("scan", "while"):
-            return self._loop(eqn, _with_whole(inputs, ready), goals)
+            return self._loop(eqn, _with_whole(inputs, ready), goals, uses.shrinking)
         if name == "cond":
             branch = cpu_branch(eqn) if self.axes.on_cpu else None
             if branch is not None:
@@ -439,17 +440,21 @@ class Partitioner(Resharder):
     # --- Loops, and the model's own shard_map --------------------------------------------------
 
     def _loop(
-        self, eqn: Any, inputs: list[ValueVersions], goals: list[TensorSharding | None]
+        self,
+        eqn: Any,
+        inputs: list[ValueVersions],
+        goals: list[TensorSharding | None],
+        less: Mapping[Any, int],
     ) -> list[ValueVersions]:
         """Evaluate a loop; collectives in the body of a `scan` are recorded `length` times."""
         if eqn.primitive.name == "while":
             turns = While(self, eqn, inputs)
             turns.settle()
             return turns.run()
-        loop = Loop(self, eqn, inputs, goals)
+        loop = Loop(self, eqn, inputs, goals, less)
         loop.settle()
         if loop.mixes_blocks:
-            loop = Loop(self, eqn, inputs, goals, ring=False)
+            loop = Loop(self, eqn, inputs, goals, less, ring=False)
             loop.settle()
         with self.needed_by(eqn):
             start = loop.start()

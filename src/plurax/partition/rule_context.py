@@ -35,7 +35,8 @@ class RuleContext:
       whatever it sends.
     - `readers`: how often the equations of the jaxpr read each variable (`count_readers`); without
       an entry, once.
-    - `shrinking`: variables of which, left partial sums, less is reduced later (`shrinking`).
+    - `shrinking`: variables of which, left partial sums, less is reduced later, and how many
+      numbers (`partial_sums.py`).
     - `terms`: variables that are read once, as a term of a sum (`terms_of_sums`).
     - `ahead`: a function of a variable and its value, of the shardings in which that is met.
 
@@ -51,7 +52,7 @@ class RuleContext:
     joint: bool = False
     as_given: bool = False
     readers: Mapping[Any, int] = dataclasses.field(default_factory=dict)
-    shrinking: Set[Any] = frozenset()
+    shrinking: Mapping[Any, int] = dataclasses.field(default_factory=dict)
     terms: Set[Any] = frozenset()
     ahead: Callable[[Any, ShardedValue], list[TensorSharding]] = lambda var, value: []
 

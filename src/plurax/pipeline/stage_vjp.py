@@ -29,17 +29,20 @@ Parameters and rows are never residuals: the device still has them when the back
 Sources: the split of the backward pass is Qi et al. 2023, https://arxiv.org/abs/2401.10241.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal
 from jaxtyping import PyTree
 
 from plurax.jaxpr.compat import open_jaxpr
 from plurax.jaxpr.interpret import dependent, is_cheap, needed, variables
+from plurax.partition.partial_sums import behind_readers
 from plurax.partition.partitioner import Partitioner
-from plurax.partition.values import ShardedValue, ValueVersions
+from plurax.partition.values import OwnRows, ShardedValue, ValueVersions
 from plurax.sharding.spec import TensorSharding
 
 Values = list[ShardedValue]
@@ -51,6 +54,30 @@ class Inputs(NamedTuple):
     params: Values
     x: Values
     rest: Values
+
+
+class _Own(NamedTuple):
+    """Whose rows a stored value has, as `OwnRows`, with the place of the sizes."""
+
+    dim: int
+    axes: tuple[str, ...]
+    sizes: int
+
+
+def _with_rows(
+    values: Values, sizes: Sequence[ValueVersions] | None, own: Mapping[int, _Own]
+) -> list[ValueVersions]:
+    """Return stored values that know whose rows they have; `sizes` are by default among them."""
+    cells = [ValueVersions(value) for value in values]
+    for place, (dim, axes, index) in own.items():
+        rows = OwnRows(dim, axes, (cells if sizes is None else sizes)[index])
+        cells[place] = ValueVersions(dataclasses.replace(values[place], rows=rows))
+    return cells
+
+
+def _is_integer(var: Any) -> bool:
+    """Whether a variable may be the sizes of groups of rows."""
+    return jnp.issubdtype(var.aval.dtype, jnp.integer)
 
 
 class StageVjp:
@@ -113,6 +140,10 @@ class StageVjp:
         self._needed = self._forward.outvars[self._count :]
         residuals, self._recomputed = self._choose_residuals()
         self._residuals = list(residuals)
+        # By the place of a residual, and of a weight residual: whose rows it has.
+        self._own: dict[int, _Own] = {}
+        self._weight_own: dict[int, _Own] = {}
+        self._later = self._read_later()
         self._split_backward()
 
     def _choose_residuals(self) -> tuple[dict[Any, None], list[Any]]:
@@ -140,6 +171,18 @@ class StageVjp:
                     recomputed.append(eqn.outvars[0])
         return residuals, recomputed
 
+    def _read_later(self) -> list[int | None]:
+        """Return for each residual how many numbers the backward pass reduces if it is a partial
+        sum there; None if it is reduced before."""
+        behind, whole = behind_readers(self._backward.eqns, self._backward.outvars, {})
+        every = zip(self._needed, self._backward.invars, strict=False)
+        pairs = [(atom, var) for atom, var in every if not isinstance(atom, Literal)]
+        reduced = {atom for atom, var in pairs if var in whole}
+        sums = {atom: behind.get(var, 0) for atom, var in pairs if atom not in reduced}
+        eqns = needed(self._forward.eqns, self._recomputed, {*self._residuals})
+        behind, _ = behind_readers(eqns, list(reduced), sums)
+        return [behind.get(atom) for atom in self._residuals]
+
     def _groups(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Return the forward jaxpr's variables of params, x and rest."""
         first, second, _ = self.sizes
@@ -149,10 +192,12 @@ class StageVjp:
     def _split_backward(self) -> None:
         """Split the backward equations: those that the input's gradient needs, and the others.
 
-        Sets `_input_eqns`, `_weight_eqns` and `_weight_residuals`: the variables that the second
-        part reads and the first part (or the cotangent) provides.
+        Sets `_input_eqns`, `_weight_eqns`, `_sizes`, the integers that both may read, and
+        `_weight_residuals`: the variables that the second part reads and the first part (or the
+        cotangent) provides.
         """
         outputs = self._backward.outvars
+        self._sizes = list(filter(_is_integer, self._backward.invars[: len(self._needed)]))
         self._param_grads = outputs[: self._num_grads]
         self._input_grads = outputs[self._num_grads :]
         self._input_eqns = needed(self._backward.eqns, self._input_grads, set())
@@ -177,9 +222,14 @@ class StageVjp:
         size = len(jax.tree.leaves(self.y))
         y = [] if wanted is None else self._forward.outvars[:size]
         aux = self._forward.outvars[size : self._count]
+        count = len(y) + len(aux)
         results = [*y, *aux, *(self._residuals if keep else ())]
-        cells = self.partitioner.evaluate_part(self._forward.eqns, self._known(inputs), results)
-        y_cells, others = cells[: len(y)], cells[len(y) :]
+        later = [*[None] * count, *self._later]
+        cells = self.partitioner.evaluate_part(
+            self._forward.eqns, self._known(inputs), results, with_sizes=True, later=later
+        )
+        y_cells, others, kept = cells[: len(y)], cells[len(y) : count], cells[count:]
+        residuals = self._stored(kept, kept, self._own)
         rest = [self.partitioner.value(cell) for cell in others]
         for index in range(len(aux) - self._writes, len(aux)):
             rest[index] = self.partitioner.reshard(
@@ -189,7 +239,7 @@ class StageVjp:
             y_values = self._reshard(y_cells, wanted)
         else:
             y_values = [self.partitioner.reduced(cell) for cell in y_cells]
-        return y_values, rest[: len(aux)], rest[len(aux) :]
+        return y_values, rest, residuals
 
     def backward(
         self,
@@ -222,9 +272,11 @@ class StageVjp:
         """Evaluate B of a split backward; return the gradients of x and the weight residuals."""
         known = self._back_known(inputs, residuals, cotangent)
         results = [*self._input_grads, *self._weight_residuals]
-        cells = self.partitioner.evaluate_part(self._input_eqns, known, results)
-        count = len(self._input_grads)
-        weight_residuals = [self.partitioner.value(cell) for cell in cells[count:]]
+        cells = self.partitioner.evaluate_part(
+            self._input_eqns, known, [*results, *self._sizes], with_sizes=True
+        )
+        count, weight = len(self._input_grads), cells[len(self._input_grads) : len(results)]
+        weight_residuals = self._stored(weight, cells[len(results) :], self._weight_own)
         return self._reshard(cells[:count], shardings), weight_residuals
 
     def weight_gradient(
@@ -240,7 +292,9 @@ class StageVjp:
         those that `input_gradient` returned.
         """
         known = self._back_known(inputs, residuals, [])
-        known.update(zip(self._weight_residuals, map(ValueVersions, weight_residuals), strict=True))
+        sizes = [known[var] for var in self._sizes]
+        stored = _with_rows(weight_residuals, sizes, self._weight_own)
+        known.update(zip(self._weight_residuals, stored, strict=True))
         results = list(self._param_grads)
         cells = self.partitioner.evaluate_part(self._weight_eqns, known, results, goals)
         return self.partitioner.finish(cells, goals)
@@ -262,12 +316,16 @@ class StageVjp:
         The cotangent may be empty: W gets weight residuals instead.
         """
         forward = self._known(inputs._replace(x=[]))
-        forward.update(zip(self._residuals, map(ValueVersions, residuals), strict=True))
+        stored = _with_rows(residuals, None, self._own)
+        forward.update(zip(self._residuals, stored, strict=True))
         if self._recomputed:
             results = self._recomputed
             eqns = needed(self._forward.eqns, results, forward)
-            recomputed = self.partitioner.evaluate_part(eqns, forward, results)
-            forward.update(zip(results, recomputed, strict=True))
+            sizes = list(filter(_is_integer, self._residuals))
+            recomputed = self.partitioner.evaluate_part(
+                eqns, forward, [*results, *sizes], with_sizes=True
+            )
+            forward.update(zip(results, recomputed, strict=False))
         constants = map(self.partitioner.constant, self._back_constants)
         known = dict(zip(self._backward.constvars, constants, strict=True))
         count = len(self._needed)
@@ -278,6 +336,23 @@ class StageVjp:
             zip(self._backward.invars[count:], map(ValueVersions, cotangent), strict=False)
         )
         return known
+
+    def _stored(
+        self,
+        cells: Sequence[ValueVersions],
+        sizes: Sequence[ValueVersions],
+        own: dict[int, "_Own"],
+    ) -> Values:
+        """Return values to store; whose rows they have goes to `own`, by their place.
+
+        `sizes` are values of which some are the sizes of groups of rows.
+        """
+        values = [cell.stored if cell.values else self.partitioner.value(cell) for cell in cells]
+        for place, value in enumerate(values):
+            rows = value.own_rows
+            if rows is not None and rows.sizes in sizes:
+                own[place] = _Own(rows.dim, rows.axes, sizes.index(rows.sizes))
+        return [dataclasses.replace(value, rows=None) for value in values]
 
     def _reshard(
         self, cells: Sequence[ValueVersions], shardings: Sequence[TensorSharding]

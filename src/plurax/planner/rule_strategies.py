@@ -324,7 +324,7 @@ class _RuleDecisions:
         context = RuleContext(
             self._graph.axes,
             readers={atom: len(value.uses) for atom, value in known.items()},
-            shrinking={atom for atom, value in known.items() if id(value) in self._shrinking},
+            shrinking={atom: 0 for atom, v in known.items() if id(v) in self._shrinking},
         )
         asked: set[int] = set()
         # Rules only read operands, so that each is described once.
