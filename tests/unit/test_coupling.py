@@ -453,6 +453,37 @@ def test_a_loop_that_does_not_end_on_random_rows():
         check(endless)
 
 
+def test_a_check_of_numbers_that_raises_is_not_heard_of(caplog, capfd):
+    """Nor is what the loss prints: the rows are not the user's."""
+
+    def increasing(x):
+        raise ValueError("times must increase")
+
+    def loss(p, b, keys):
+        x = b["x"]
+        order = jnp.argsort(b["tokens"][:, 0])
+        found = jnp.any(x[:, 1] < x[:, 0])  # by `cond`, as `equinox.error_if` has it
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        x = lax.cond(found, lambda x: jax.pure_callback(increasing, like, x), lambda x: x, x)
+        jax.debug.print("printed {}", x.sum())
+        return error(b, x[order][jnp.argsort(order)], p["w"])
+
+    with pytest.warns(UserWarning, match="plurax cannot run it here to be sure"):
+        px.compile(px.Task(init=init, loss=loss), optax.sgd(0.1), px.Plan(), BATCH)
+    assert not caplog.records
+    assert "printed" not in "".join(capfd.readouterr())
+
+
+def test_a_call_of_the_host_that_mixes_rows_is_seen():
+    def loss(p, b, keys):
+        like = jax.ShapeDtypeStruct(b["x"].shape, b["x"].dtype)
+        x = jax.pure_callback(lambda x: np.roll(x, 1, axis=0), like, b["x"])
+        return error(b, x, p["w"])
+
+    with pytest.raises(px.errors.TaskError, match="depends on the rows of other examples"):
+        px.compile(px.Task(init=init, loss=loss), optax.sgd(0.1), px.Plan(), BATCH)
+
+
 def test_a_loss_for_a_batch_of_one_size():
     """What cannot be traced for a few rows is for as many as there are."""
 

@@ -169,3 +169,24 @@ def test_members_call_the_host_where_the_plan_leaves_open_how_they_are_computed(
     jax.block_until_ready(program.step(state, BATCH))
     jax.effects_barrier()
     np.testing.assert_allclose(np.sort(heard), wanted, rtol=1e-4)
+
+
+def test_a_loop_that_each_example_ends_by_itself_beside_a_call_of_the_host(x64):
+    """`vmap` of a `while_loop` in a loop leaves one condition per example."""
+
+    def rounds(x):
+        last = jnp.where(x[0] > 0, 4, 3)
+
+        def turn(state):
+            count, x = state
+            inner = jax.lax.while_loop(lambda x: jnp.abs(x).sum() > 1, lambda x: x / 2, x + 1)
+            return count + 1, inner
+
+        return jax.lax.while_loop(lambda state: state[0] < last, turn, (0, x))[1]
+
+    def counted(params, batch, keys):
+        x = sines(jax.vmap(rounds)(batch["x"]) @ params["w"])
+        return ((x - batch["y"]) ** 2).sum(1)
+
+    one, two = (after_a_step(compiled(px.Task(init=init, loss=counted), data=n)) for n in (1, 2))
+    assert models.max_rel_error(two, one) < 1e-10

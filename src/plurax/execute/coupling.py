@@ -17,6 +17,7 @@ A `jax.custom_vjp` may mix rows in its backward pass alone. Where the trace hold
 is run on a few random rows, too, and has to be a sum over them.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,13 +36,14 @@ from plurax.execute.initial_state import initial
 from plurax.execute.mask import reads_mask
 from plurax.execute.program_cache import cached_program, shapes_key
 from plurax.execute.rows import Rows, abstract_rows
-from plurax.jaxpr.compat import inner_jaxprs, is_call_or_remat, open_jaxpr
+from plurax.jaxpr.compat import HOST_CALLS, inner_jaxprs, is_call_or_remat, open_jaxpr
 from plurax.jaxpr.few_examples import FAST
-from plurax.jaxpr.interpret import all_equations, interpret, source_line
+from plurax.jaxpr.interpret import all_equations, bind, interpret, source_line
 from plurax.jaxpr.product_dims import product_dims
 from plurax.jaxpr.row_dependence import RowsRead, row_dependence
 from plurax.jaxpr.row_rules import DOES
 from plurax.mesh import within
+from plurax.partition.manual import by_row, switched
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.tree import byte_count, with_rows
@@ -334,28 +336,43 @@ def _is_no_sum(run: Callable[..., list[Any]], start: PyTree, rows: Rows, rng: An
     return False
 
 
-def _bounded(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluate a function whose `while` loops end, as they need not on random rows."""
+def _bounded(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], *, in_branch: bool = False
+) -> list[Any]:
+    """Evaluate a function whose loops end, as they need not on random rows, and no check raises.
+
+    `equinox.error_if` calls the host in a branch.
+    """
+    evaluate = functools.partial(_bounded, in_branch=in_branch)
 
     def ended(eqn: Any, inputs: list[Any]) -> list[Any]:
         params = eqn.params
         first, second = params["cond_nconsts"], params["body_nconsts"]
-        tested, consts = inputs[:first], inputs[first : first + second]
+        tested, consts, start = inputs[:first], inputs[first:][:second], inputs[first + second :]
+        condition, body = open_jaxpr(params["cond_jaxpr"]), open_jaxpr(params["body_jaxpr"])
 
-        def goes_on(state: tuple[Any, list[Any]]) -> Any:
-            count, carry = state
-            on = _bounded(*open_jaxpr(params["cond_jaxpr"]), [*tested, *carry])[0]
-            return (count < MOST_ITERATIONS) & on.any()
+        def goes_on(state: list[Any]) -> Any:
+            return (state[0] < MOST_ITERATIONS) & evaluate(*condition, [*tested, *state[1:]])[0]
 
-        def body(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
-            count, carry = state
-            on = _bounded(*open_jaxpr(params["cond_jaxpr"]), [*tested, *carry])[0]
-            out = _bounded(*open_jaxpr(params["body_jaxpr"]), [*consts, *carry])
-            # `vmap` of a loop ends each row by itself.
-            of_row = [on.reshape(*on.shape, *(1,) * (one.ndim - on.ndim)) for one in out]
-            return count + 1, [jnp.where(*each) for each in zip(of_row, out, carry, strict=True)]
+        def turn(state: list[Any]) -> list[Any]:
+            return [state[0] + 1, *evaluate(*body, [*consts, *state[1:]])]
 
-        start = (jnp.int32(0), inputs[first + second :])
-        return list(jax.lax.while_loop(goes_on, body, start)[1])
+        count = jnp.zeros(params["cond_jaxpr"].out_avals[0].shape, jnp.int32)
+        return by_row(goes_on, turn, [count, *start])[1:]
 
-    return interpret(jaxpr, consts, args, {"while": ended}, inline=is_call_or_remat)
+    def branched(eqn: Any, inputs: list[Any]) -> list[Any]:
+        return switched(eqn, inputs, functools.partial(_bounded, in_branch=True))
+
+    def called(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name == "pure_callback" and not in_branch:
+            return bind(eqn, inputs)
+        # A check, or it has effects, as prints have: its numbers, if any, are lost.
+        return [
+            jnp.full(
+                aval.shape, jnp.nan if jnp.issubdtype(aval.dtype, jnp.inexact) else 0, aval.dtype
+            )
+            for aval in eqn.params.get("result_avals", ())
+        ]
+
+    handlers = dict.fromkeys(HOST_CALLS, called) | {"while": ended, "cond": branched}
+    return interpret(jaxpr, consts, args, handlers, inline=is_call_or_remat)

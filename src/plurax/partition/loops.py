@@ -30,6 +30,7 @@ from plurax.jaxpr.compat import Scan, open_jaxpr
 from plurax.jaxpr.context import GATHERED, RING
 from plurax.partition.buckets import computed_at
 from plurax.partition.carry import Carry
+from plurax.partition.manual import masked
 from plurax.partition.ring import AXIS, PLACED, Ring, kind_of_stack, ring_of
 from plurax.partition.values import OwnRows, ShardedValue, ValueVersions
 from plurax.sharding.spec import REPLICAS, TensorSharding
@@ -293,12 +294,7 @@ def _masked_iterations(
     def turn(*args: Any) -> list[Any]:
         carry = args[tested + shared :]
         yes = holds(*args[:tested], *carry)[0]
-        new = turned(*args[tested : tested + shared], *carry)
-        return [
-            # Examples whose condition is false keep their values.
-            jnp.where(yes.reshape(yes.shape + (1,) * (one.ndim - yes.ndim)), one, old)
-            for one, old in zip(new, carry, strict=True)
-        ]
+        return masked(yes, turned(*args[tested : tested + shared], *carry), carry)
 
     def like(avals: Any) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]

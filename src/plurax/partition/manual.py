@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr
@@ -54,22 +55,45 @@ def _while(eqn: Any, inputs: list[Any]) -> list[Any]:
     condition, body = open_jaxpr(params["cond_jaxpr"]), open_jaxpr(params["body_jaxpr"])
     tested, shared = params["cond_nconsts"], params["body_nconsts"]
     consts = inputs[:tested], inputs[tested : tested + shared]
-    return lax.while_loop(
+    run: Any = by_row if params["cond_jaxpr"].out_avals[0].shape else lax.while_loop
+    return run(
         lambda carry: eval_manual_body(*condition, [*consts[0], *carry])[0],
         lambda carry: eval_manual_body(*body, [*consts[1], *carry]),
         inputs[tested + shared :],
     )
 
 
-def _cond(eqn: Any, inputs: list[Any]) -> list[Any]:
-    """Evaluate a `cond` or `switch`, with `eval_manual_body` for its branches."""
+def by_row(
+    condition: Callable[[Any], Array],
+    body: Callable[[Any], Sequence[Array]],
+    start: Sequence[Array],
+) -> list[Array]:
+    """Return what `lax.while_loop` does, of a condition with one boolean for each example.
+
+    `vmap` leaves such. It runs while any is true, and changes only the examples whose boolean is.
+    """
+
+    def turn(carry: Any) -> Any:
+        return masked(condition(carry), body(carry), carry)
+
+    return list(lax.while_loop(lambda carry: jnp.any(condition(carry)), turn, start))
+
+
+def masked(on: Array, new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
+    """Return `new` of the examples that are `on`, and `old` of the others."""
+    some = [on.reshape(on.shape + (1,) * (one.ndim - on.ndim)) for one in new]
+    return list(map(jnp.where, some, new, old))
+
+
+def switched(eqn: Any, inputs: list[Any], evaluate: Callable[..., list[Array]]) -> list[Array]:
+    """Evaluate a `cond` or `switch`, with `evaluate(jaxpr, consts, args)` for its branches."""
     if eqn.params.get("branches_platforms") is not None:
         return bind(eqn, inputs)
     index, *operands = inputs
 
     def taking(branch: Any) -> Callable[..., list[Array]]:
         body, consts = open_jaxpr(branch)
-        return lambda *args: eval_manual_body(body, consts, args)
+        return lambda *args: evaluate(body, consts, args)
 
     return list(lax.switch(index, list(map(taking, eqn.params["branches"])), *operands))
 
@@ -87,7 +111,7 @@ def _unchecked(plain: Callable[[Array, Any], Array]) -> Handler:
 _HANDLERS: Mapping[str, Handler] = {
     "scan": _scan,
     "while": _while,
-    "cond": _cond,
+    "cond": lambda eqn, inputs: switched(eqn, inputs, eval_manual_body),
     "psum_invariant": _unchecked(lambda value, params: lax.psum(value, params["axes"])),
     "all_gather_invariant": _unchecked(_all_gather),
     "pvary": _unchecked(lambda value, _: value),
