@@ -601,3 +601,27 @@ def test_a_mask_that_only_the_losses_read():
     assert not reads(dataclasses.replace(task, loss=loss))
     jitted = dataclasses.replace(task, loss=jax.jit(jax.checkpoint(task.loss)))
     assert not reads(jitted)
+
+
+@pytest.mark.parametrize("fields", [{"data": 4}, {"data": 2, "zero": 3}], ids=str)
+def test_a_mean_over_a_named_vmap_sends_means(x64, fields):
+    """As batch norm has it in layers of one example: no device gathers the rows of another."""
+
+    def loss(params, batch, keys, mask):
+        def example(x, y, real):
+            count = jax.lax.psum(real, "rows")
+            x = x - jax.lax.psum(real * x, "rows") / count
+            return (jnp.tanh(x) @ params - y) ** 2
+
+        real = mask.astype(float)
+        return jax.vmap(example, axis_name="rows")(batch["x"], batch["y"], real)
+
+    task = px.Task(init=lambda key: jax.random.normal(key, (64,)), loss=loss, coupled=True)
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(12, 64)), "y": rng.normal(size=12)}
+    program = px.compile(task, optax.sgd(0.1), px.Plan(**fields), batch)
+    sent = [one for one in program.planned_collectives() if one.bytes > 16]
+    assert len([one for one in sent if one.kind == "all-reduce" and one.bytes == 8 * 64]) >= 1
+    assert max(one.bytes for one in sent) <= 8 * 64 + 16
+    got = trained(task, batch, px.Plan(**fields), (12, 7))
+    assert models.max_rel_error(got, by_hand(task, batch, (12, 7), 1)) < 1e-10

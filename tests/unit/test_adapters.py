@@ -746,14 +746,95 @@ def test_haiku_takes_what_is_transformed():
         haiku_adapter.task(lambda x: x, lambda key: {}, lambda apply, batch, keys: None)
 
 
-def test_equinox_batch_norm_is_refused():
+def test_equinox_state_comes_with_the_model():
     def build(key):
         return eqx.nn.Sequential([eqx.nn.BatchNorm(FEATURES, "batch", mode="batch")])
 
-    with pytest.raises(
-        px.errors.TaskError, match=r"layers with state.*take no mask.*eqx\.nn\.LayerNorm"
-    ):
+    with pytest.raises(px.errors.TaskError, match=r"returned no state.*make_with_state\(Model\)"):
         equinox_adapter.task(build, lambda model, batch, keys: None)
+    with pytest.raises(px.errors.TaskError, match=r"state besides.*eqx\.nn\.State.*coupled=True"):
+        equinox_adapter.task(eqx.nn.make_with_state(EquinoxNormed), lambda model, batch, keys: None)
+
+
+class EquinoxNormed(eqx.Module):
+    hidden: eqx.nn.SpectralNorm
+    norm: eqx.nn.BatchNorm
+    out: eqx.nn.Linear
+
+    def __init__(self, key):
+        a, b, c = jax.random.split(key, 3)
+        linear = eqx.nn.Linear(FEATURES, 8, key=a)
+        self.hidden = eqx.nn.SpectralNorm(linear, "weight", key=b)
+        self.norm = eqx.nn.BatchNorm(8, "batch", mode="batch")
+        self.out = eqx.nn.Linear(8, 3, key=c)
+
+    def __call__(self, x, state):
+        x, state = self.hidden(x, state)
+        x, state = self.norm(jnp.tanh(x), state)
+        return self.out(x), state
+
+
+@allowed
+def over_rows(model, state, x):
+    return jax.vmap(model, (0, None), (0, None), axis_name="batch")(x, state)
+
+
+def equinox_normed(returns=lambda losses, state: (losses, {}, state)):
+    def loss(model, state, batch, keys, mask):
+        logits, state = over_rows(model, state, batch["x"])
+        return returns(entropy(logits, batch["y"]), state)
+
+    return equinox_adapter.task(
+        eqx.nn.make_with_state(EquinoxNormed),
+        loss,
+        predict=lambda model, state, inputs: over_rows(model, state, inputs["x"])[0],
+        evaluate=lambda model, state, batch: entropy(
+            over_rows(model, state, batch["x"])[0], batch["y"]
+        ),
+        coupled=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "fields", [{"data": 4}, {"data": 2, "zero": 3, "microbatches": 2}], ids=str
+)
+def test_an_equinox_model_with_state_trains_as_by_hand(fields):
+    rows = cut(ROWS, 12)
+    program = px.compile(equinox_normed(), OPTIMIZER, px.Plan(**fields), rows)
+    state = program.init(seed=0)
+    parts = fields.get("microbatches", 1)
+    key = jax.random.split(jax.random.key(0))[0]
+    model, kept = eqx.nn.make_with_state(EquinoxNormed)(key)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    opt_state = OPTIMIZER.init(params)
+
+    def mean(params, kept):
+        total = 0.0
+        for part in range(parts):
+            mine = jax.tree.map(lambda x, part=part: x[part::parts], rows)
+            logits, kept = over_rows(eqx.combine(params, static), kept, mine["x"])
+            total = total + entropy(logits, mine["y"]).sum()
+        return total / len(rows["x"]), kept
+
+    for _ in range(3):
+        state, _ = program.step(state, rows)
+        grads, kept = jax.grad(mean, has_aux=True)(params, kept)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    got = program.to_canonical(state)
+    assert max_rel_error(jax.tree.leaves(got.params), jax.tree.leaves(params)) < 1e-5
+    assert max_rel_error(got.model_state, jax.tree.leaves(kept)) < 1e-5
+
+    trained, running = equinox_adapter.model(eqx.nn.make_with_state(EquinoxNormed), got)
+    outputs = over_rows(trained, running, rows["x"])[0]
+    assert max_rel_error(program.predict(state, {"x": rows["x"]}), outputs) < 1e-5
+    assert np.isfinite(program.evaluate(state, rows)["loss"])
+
+
+def test_a_loss_of_an_equinox_model_with_state_returns_it():
+    for returns in (lambda losses, state: losses, lambda losses, state: (losses, {}, {})):
+        with pytest.raises(px.errors.TaskError, match=r"expected \(losses, metrics, state\)"):
+            px.compile(equinox_normed(returns), OPTIMIZER, px.Plan(), ROWS)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

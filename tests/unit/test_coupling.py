@@ -229,6 +229,9 @@ PER_EXAMPLE = {
     ].sum(axis=1),
     "vmap": lambda p, b, k: jax.vmap(lambda x, y: (x @ p["w"] - y) ** 2)(b["x"], b["y"]),
     "per_example": px.per_example(dropout),
+    "mean of a vmap": lambda p, b, k: error(
+        b, jax.vmap(jax.vmap(lambda x: x - lax.pmean(x, "i"), axis_name="i"))(b["x"]), p["w"]
+    ),
     "permutation": lambda p, b, k: jax.vmap(jax.random.permutation)(k, b["x"]) @ p["w"],
     "gamma": lambda p, b, k: jax.vmap(jax.random.gamma)(k, 1 + b["y"] ** 2),
     "tokens flat": tokens_flat,

@@ -69,6 +69,7 @@ PARAMETERS = {
     "jit": ("jaxpr", "name"),
     "pad": ("padding_config",),
     "pallas_call": ("grid_mapping", "jaxpr"),
+    "psum": ("axes",),
     "psum_invariant": ("axes",),
     "pure_callback": ("result_avals",),
     "ragged_dot_general": ("ragged_dot_dimension_numbers",),
@@ -219,15 +220,18 @@ def test_equations_in_place_of_a_call():
 @pytest.mark.parametrize("fun", [
     lambda x: jnp.stack([x, 2 * x], 1), lambda x: jnp.unstack(x, axis=1), tuple,
     lambda x: jnp.tile(x, (2, 1, 3)),
+    *[jax.vmap(lambda x, over=over: x - over(x, "rows"), axis_name="rows")
+      for over in (jax.lax.pmean, jax.lax.pmax, jax.lax.pmin)],
 ])  # fmt: skip
 def test_an_operation_that_is_a_few_others(fun):
     """What is evaluated in their place gives the same numbers."""
+    spelled_out = {"stack", "unstack", "tile", "psum", "pmax", "pmin"}
     x = np.arange(24.0).reshape(2, 3, 4)
     closed = jax.make_jaxpr(fun)(x)
     by_others = interpret(closed.jaxpr, closed.consts, [x], inline=compat.is_call)
     assert all(map(np.array_equal, by_others, jax.tree.leaves(fun(x))))
     flat = flat_equations(closed.jaxpr.eqns, closed.jaxpr.outvars)
-    assert {eqn.primitive.name for eqn in flat.eqns}.isdisjoint(["stack", "unstack", "tile"])
+    assert {eqn.primitive.name for eqn in flat.eqns}.isdisjoint(spelled_out)
 
 
 def test_the_names_of_one_version():
@@ -304,6 +308,7 @@ EXAMPLES = {
     "jit": jax.jit(jnp.sin),
     "pad": lambda x: jnp.pad(x, 1),
     "pallas_call": pl.pallas_call(copied, out_shape=jax.ShapeDtypeStruct((4, 4), jnp.float32)),
+    "psum": jax.vmap(lambda x: lax.psum(x, "a"), axis_name="a"),
     "psum_invariant": by_hand(lambda x: lax.psum(x, "a")),
     "pure_callback": lambda x: jax.pure_callback(
         np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"

@@ -92,6 +92,13 @@ _SPELLED_OUT: dict[str, Callable[..., Any]] = {
 }
 """Operations that stand for a few others: who reads a jaxpr reads these in their place."""
 
+_OVER_DIMS: dict[str, Callable[..., Any]] = {
+    "psum": lambda x, *, axes, axis_index_groups=None: lax.reduce_sum(x, axes),
+    "pmax": lambda x, *, axes, axis_index_groups=None: lax.reduce_max(x, axes),
+    "pmin": lambda x, *, axes, axis_index_groups=None: lax.reduce_min(x, axes),
+}
+"""The same of collectives over dims alone: `vmap` leaves those over its `axis_name` so."""
+
 INLINED = {
     **dict.fromkeys(_SPELLED_OUT, ""),
     "jit": "jaxpr",
@@ -152,7 +159,7 @@ def called_jaxpr(eqn: Any) -> tuple[Any, list[Any]]:
         # mesh of the equation.
         expand = functools.partial(eqn.primitive.to_lojax, **params)
         return _traced(expand, [atom.aval for atom in eqn.invars])
-    if name in _SPELLED_OUT:
+    if name in _SPELLED_OUT or _is_over_dims(eqn):
         return _spelled_out(name, tuple(a.aval for a in eqn.invars), tuple(params.items()))
     return open_jaxpr(params[(INLINED | REMAT)[name]])
 
@@ -161,7 +168,7 @@ def called_jaxpr(eqn: Any) -> tuple[Any, list[Any]]:
 def _spelled_out(
     name: str, avals: tuple[Any, ...], params: tuple[tuple[str, Any], ...]
 ) -> tuple[Any, list[Any]]:
-    return _traced(functools.partial(_SPELLED_OUT[name], **dict(params)), avals)
+    return _traced(functools.partial((_SPELLED_OUT | _OVER_DIMS)[name], **dict(params)), avals)
 
 
 def _traced(fun: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -198,17 +205,22 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
 
 def is_call(eqn: Any) -> bool:
     """Whether an equation is a call that can be evaluated in place."""
-    return eqn.primitive.name in INLINED
+    return eqn.primitive.name in INLINED or _is_over_dims(eqn)
 
 
 def is_plain_call(eqn: Any) -> bool:
     """Whether an equation is a call without a derivative or a rule of its own."""
-    return eqn.primitive.name in PLAIN_CALLS
+    return eqn.primitive.name in PLAIN_CALLS or _is_over_dims(eqn)
 
 
 def is_call_or_remat(eqn: Any) -> bool:
     """Whether an equation is a call that can be evaluated in place where nothing is recomputed."""
-    return eqn.primitive.name in INLINED or eqn.primitive.name in REMAT
+    return is_call(eqn) or eqn.primitive.name in REMAT
+
+
+def _is_over_dims(eqn: Any) -> bool:
+    axes = eqn.params["axes"] if eqn.primitive.name in _OVER_DIMS else ()
+    return bool(axes) and all(isinstance(axis, int) for axis in axes)
 
 
 def is_linear(eqn: Any) -> bool:
