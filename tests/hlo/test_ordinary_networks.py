@@ -57,6 +57,13 @@ def recurrent(p, example, key):
     return jnp.mean((hs @ p["out"]) ** 2)
 
 
+def written_out(p, example, key):
+    h = jnp.zeros(WIDTH)
+    for x in example["x"]:
+        h = jnp.tanh(x @ p["in"] + h @ p["hidden"])
+    return jnp.mean((h @ p["out"]) ** 2)
+
+
 def repeated(p, example, key):
     x = example["x"]
     for gain in ("first", "second"):
@@ -249,6 +256,17 @@ NETWORKS = {
             ("all-gather", 8 * TOKENS * WIDTH): 1,  # the gradient of places, of each token's device
         },
         small=8 * N * TOKENS,
+    ),
+    "a recurrence that is written out": Network(
+        {"in": (WIDTH, WIDTH), "hidden": (WIDTH, WIDTH), "out": (WIDTH, HIDDEN)},
+        written_out,
+        px.Plan(data=4, zero=3),
+        {  # each weight once in each pass, and what it adds up
+            ("all-gather", 8 * WIDTH * (2 * WIDTH + HIDDEN)): 1,
+            ("all-gather", 8 * WIDTH * (WIDTH + HIDDEN)): 1,
+            ("reduce-scatter", 2 * WIDTH * (2 * WIDTH + HIDDEN)): 1,
+        },
+        axis="data",
     ),
 }
 

@@ -14,8 +14,8 @@ equations of this one run.
     dx = dh @ w1.T        w1, 8 bytes     2
 
 A bucket ends when it is full, or before a parameter that it already has: a parameter gathered for
-the forward pass is not kept for the backward pass. So each parameter is gathered as often as
-without buckets, and sends the same bytes.
+the forward pass is not kept for the backward pass. Within a pass it is kept for its next use if
+what is gathered until then fits a bucket with it, as the weights of a recurrence do.
 
 In the body of a loop over layers a parameter is gathered once: an iteration ends before the next
 layer's begins, so one layer is whole at a time anyway. With remat the backward pass of a layer uses
@@ -75,8 +75,9 @@ class ParameterUse:
 
     **Fields:** `index` of the equation; `var`, the variable that is gathered for it; `root`, the
     parameter from which `var` is computed, such as by a cast; `alike`, the first variable that is
-    computed from it in the same way; `size` in bytes; `repeats`, the equations by which what is
-    gathered is repeated to what the equation reads, none if it reads `var`.
+    computed from it in the same way; `size` in bytes; `phase`, the pass that the equation is of:
+    forward, backward, or what a backward pass computes again; `repeats`, the equations by which
+    what is gathered is repeated to what the equation reads, none if it reads `var`.
     """
 
     index: int
@@ -84,6 +85,7 @@ class ParameterUse:
     root: Any
     alike: Any
     size: int
+    phase: Hashable = None
     repeats: tuple[Any, ...] = dataclasses.field(default=(), compare=False)
 
     @property
@@ -113,7 +115,7 @@ class Gathers:
         *,
         once: bool = False,
     ) -> None:
-        self._partitioner, self._once = partitioner, once
+        self._partitioner = partitioner
         roots = {var: var for var, one in known.items() if needs_gather(partitioner, one)}
         of_rows = partitioner.context.of_rows
         batch = {
@@ -122,8 +124,8 @@ class Gathers:
             if one.data_varying or (one.deferred is None and of_rows(one.value))
         }
         self.eqns, uses = _uses(eqns, roots, batch, known, summed)
-        first = {use.alike: use for use in reversed(uses)}
-        self._gathered_by = {use: first[use.alike] if once else use for use in uses}
+        self._gathered_by = _kept(uses, None if once else partitioner.bucket_bytes)
+        self._last = {by: use for use, by in self._gathered_by.items()}
         gathered = [use for use in uses if self._gathered_by[use] is use]
         self._buckets = _packed(gathered, partitioner.bucket_bytes)
         self._bucket_of = {
@@ -155,7 +157,9 @@ class Gathers:
         for use in uses:
             by = self._gathered_by[use]
             key = self._bucket_of[by], by.var
-            value = self._gathered.get(key) if self._once else self._gathered.pop(key, None)
+            value = self._gathered.get(key)
+            if use is self._last[by]:
+                self._gathered.pop(key, None)
             if value is not None:
                 whole[use.read] = self._repeated(use, value)
         return whole
@@ -259,8 +263,33 @@ def _uses(
             if source in roots:
                 size = math.prod(source.aval.shape) * source.aval.dtype.itemsize
                 like = alike.get(source, source)
-                uses.append(ParameterUse(index, source, roots[source], like, size, then))
+                use = ParameterUse(index, source, roots[source], like, size, _phase(eqn), then)
+                uses.append(use)
     return early + rest, uses
+
+
+def _phase(eqn: Any) -> Hashable:
+    names = str(eqn.source_info.name_stack)
+    return "transpose(" in names, "rematted_computation" in names
+
+
+def _kept(uses: Sequence[ParameterUse], limit: int | None) -> dict[ParameterUse, ParameterUse]:
+    """Return for each use the one before which it is gathered: an earlier one if it is still whole.
+
+    It is if the parameters that are gathered between the two, and itself, have up to `limit` bytes
+    together: weights of a recurrence that is written out, of a network that runs twice. Not from
+    one phase to the next, and with no limit always.
+    """
+    by = dict[ParameterUse, ParameterUse]()
+    whole, phase = dict[Any, ParameterUse](), None  # the one used last at the end
+    for use in uses:
+        if limit is not None and use.phase != phase:
+            whole, phase = {}, use.phase
+        by[use] = whole.pop(use.alike, use)
+        whole[use.alike] = by[use]
+        while limit is not None and len(whole) > 1 and sum(u.size for u in whole.values()) > limit:
+            del whole[next(iter(whole))]
+    return by
 
 
 def _read_each_turn(eqn: Any, roots: Mapping[Any, Any], batch: Set[Any]) -> list[Any]:
