@@ -625,3 +625,23 @@ def test_a_mean_over_a_named_vmap_sends_means(x64, fields):
     assert max(one.bytes for one in sent) <= 8 * 64 + 16
     got = trained(task, batch, px.Plan(**fields), (12, 7))
     assert models.max_rel_error(got, by_hand(task, batch, (12, 7), 1)) < 1e-10
+
+
+@pytest.mark.parametrize("fields", [{"data": 4}, {"data": 2, "microbatches": 2}], ids=str)
+def test_a_teacher_that_follows_its_student_needs_no_mask(x64, fields):
+    """Its model state is a moving average of the parameters, and the losses keep rows apart."""
+
+    def init(key):
+        params = jax.random.normal(key, (6, 4))
+        return params, params / 2
+
+    def loss(params, teacher, batch, keys, mask):
+        goal = jax.lax.stop_gradient(jnp.tanh(batch["x"] @ teacher))
+        follows = 0.9 * teacher + 0.1 * jax.lax.stop_gradient(params)
+        return ((batch["x"] @ params - goal) ** 2).sum(1), {}, follows
+
+    task = px.Task(init=init, loss=loss, coupled=True, stateful=True)
+    batch = {"x": np.random.default_rng(0).normal(size=(11, 6))}  # which no plan here divides
+    got = trained(task, batch, px.Plan(**fields), (11, 6))
+    wanted = by_hand(task, batch, (11, 6), fields.get("microbatches", 1))
+    assert models.max_rel_error(got, wanted) < 1e-10

@@ -12,7 +12,8 @@ the mask through the jaxpr and see which outputs depend on it. Example:
         mean   = x.mean(0)                        includes padding rows
         losses = (x - mean) ** 2      (B,)        does not depend on the mask    -> exact sizes only
 
-The same must hold for every leaf of the new model state that depends on the batch.
+The same must hold for every leaf of the new model state that depends on the batch. Losses whose
+rows are apart need no mask: a moving average of parameters is model state and couples no examples.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +27,13 @@ from jaxtyping import PyTree
 from plurax.execute.gradient import split_output
 from plurax.jaxpr.compat import is_call_or_remat
 from plurax.jaxpr.interpret import interpret
+from plurax.jaxpr.row_dependence import row_dependence
 from plurax.state import TrainState
 from plurax.task import Task
+from plurax.tree import with_rows
+
+ROWS = 4
+"""Rows of the trace that tells whether they are apart."""
 
 
 def mask_not_read(size: int, max_size: int, unit: int) -> str:
@@ -57,15 +63,14 @@ def reads_mask(task: Task, like: TrainState, batch: PyTree, loss: Callable[..., 
     **Arguments:** `like`, the training state, and `batch`, as `jax.ShapeDtypeStruct`s; `loss`,
     `task.loss` in a form that can be traced. Raises `TaskError` where it returns a wrong structure.
 
-    A loss with an output independent of the mask either includes padding rows in its statistics or
-    couples no examples.
+    Losses need not whose rows are apart by their trace.
     """
     args = loss_arguments(task, like, batch)
-    size = args[-1].shape[0]
 
     def checked(*args: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         # Check the output's structure first: its error explains more than the one about the mask.
-        return split_output(task, loss(*args), args[1] if task.stateful else (), size)
+        count = args[-1].shape[0]
+        return split_output(task, loss(*args), args[1] if task.stateful else (), count)
 
     closed, shapes = jax.make_jaxpr(checked, return_shape=True)(*args)
     count = len(closed.jaxpr.invars)
@@ -76,7 +81,21 @@ def reads_mask(task: Task, like: TrainState, batch: PyTree, loss: Callable[..., 
     losses = jax.tree.leaves(shapes[0])
     first = len(jax.tree.leaves(shapes[:2]))
     needed = [index < len(losses) or (index >= first and by_rows[index]) for index in results]
-    return all(read or not need for read, need in zip(by_mask, needed, strict=True))
+    unread = [index for index in results if needed[index] and not by_mask[index]]
+    return not unread or (unread[-1] < len(losses) and _are_apart(args, checked))
+
+
+def _are_apart(args: tuple[PyTree, ...], checked: Callable[..., PyTree]) -> bool:
+    """Whether each loss reads its own row alone, by the trace with a few rows."""
+    *states, batch, keys, mask = args
+    few = (*states, *with_rows((batch, keys, mask), ROWS))
+    try:
+        closed = jax.make_jaxpr(lambda *args: checked(*args)[0])(*few)
+    except Exception:  # a loss for a batch of one size
+        return False
+    others = len(jax.tree.leaves(states))
+    is_rows = [index >= others for index in range(len(closed.jaxpr.invars))]
+    return not any(one.others().any() for one in row_dependence(closed, is_rows, ROWS))
 
 
 def _depends(jaxpr: Jaxpr, sources: Sequence[bool]) -> list[bool]:
