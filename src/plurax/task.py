@@ -30,7 +30,7 @@ class Task:
     - `predict(params, inputs) -> outputs`: trees of arrays with leading dim `B`; row `i` of the
       outputs depends on row `i` of the inputs.
     - `evaluate(params, batch)`: like `loss` without keys, for evaluation (no dropout). Without it,
-      evaluation calls `loss` with fixed keys.
+      evaluation calls `loss` with fixed keys, one for each example by its place in the data.
     - `metrics(params, batch) -> {name: Metric}`: metrics over the data of an evaluation that are
       no means, such as AUC (`plurax.metrics`).
     - `weight(batch) -> (B,)`: the weight of each example (its tokens, say); default ones. The

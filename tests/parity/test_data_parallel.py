@@ -1,5 +1,6 @@
 """Every plan computes the update of `Plan()` on one device."""
 
+import dataclasses
 import functools
 
 import jax
@@ -124,6 +125,34 @@ def test_the_weighted_loss_is_the_one_by_hand():
     losses, _ = runner.task.loss(state.params, rows, keys)
     _, metrics = runner.step(state, rows)
     np.testing.assert_allclose(metrics["loss"], np.average(losses, weights=rows["w"]), rtol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        px.Plan(),
+        px.Plan(data=5),
+        px.Plan(data=2, microbatches=3),
+        px.Plan(data=2, zero=3, microbatches=2),
+        pytest.param(px.Plan(pipeline=2, microbatches=2), marks=pytest.mark.ci),
+    ],
+    ids=px.Plan.sizes_text,
+)
+def test_an_evaluation_draws_by_example_under_any_plan(plan):
+    """Not by the place in a call, which has a microbatch of them, or as many as a batch."""
+    make = models.marked_task if plan.pipeline > 1 else models.mlp_task
+    task = dataclasses.replace(make(dtype=jnp.float64), evaluate=None)
+    rows = batch("plain", "float64")
+    runner = px.compile(task, models.optimizer(), plan, models.cut(rows, 8))
+    state = runner.init(seed=1)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(SIZE))
+    losses = task.loss(runner.to_canonical(state).params, rows, keys)
+    losses = losses[0] if isinstance(losses, tuple) else losses
+    parts = [models.cut(rows, 6), jax.tree.map(lambda leaf: leaf[6:], rows)]
+    for data in (rows, parts):
+        found = runner.evaluate(state, data)["loss"]
+        np.testing.assert_allclose(found, losses.mean(), rtol=1e-12)
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32():

@@ -24,7 +24,7 @@ from plurax.execute.placement import Placement, jax_dtype
 from plurax.execute.step_functions import StepFunctions
 from plurax.mesh import replicated
 
-COUNT = jax.ShapeDtypeStruct((), jnp.int32)
+COUNT: Any = jax.ShapeDtypeStruct((), jnp.int32)
 """A number of examples or steps, as the compiled functions take it."""
 
 

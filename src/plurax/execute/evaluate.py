@@ -23,7 +23,7 @@ from plurax.execute.gradient import (
     with_precision,
 )
 from plurax.execute.placement import Placement, chunks, is_arrays, leading_dim
-from plurax.execute.rows import Rows, abstract_rows
+from plurax.execute.rows import Chunk, Rows, abstract_rows
 from plurax.execute.rows_per_call import bytes_per_row, more_rows
 from plurax.execute.step_functions import StepFunctions
 from plurax.mesh import split_rows, within
@@ -82,12 +82,14 @@ class Evaluator:
         """
         data, finish = adapt("evaluation", data), self._finish
         size = self._choose(data) if is_arrays(data) else self._placement.size
-        placement, parts = self._placement_of(size), []
+        placement, parts, first = self._placement_of(size), list[Totals](), 0
         # Dispatch all chunks, then fetch: the host waits once, not once per chunk.
         for batch in chunks(data, size):
-            placed = placement.place(batch)
+            rows, count = placement.place(batch)
             check_not_donated(states)
-            parts.append(self._compiled(size)(*states, *placed))
+            chunk = Chunk(placement.number(first % 2**31), count)
+            parts.append(self._compiled(size)(*states, rows, chunk))
+            first += int(count)
             self._in_flight.started(parts[-1].loss)
         if not parts:
             raise errors.batch_is_empty()
@@ -109,7 +111,7 @@ class Evaluator:
         return {k: float(v) if count is None and np.ndim(v) == 0 else v for k, v in means.items()}
 
     def trace(self) -> jax.stages.Traced:
-        """Trace the sums over a chunk: `(params, model_state, *arguments, rows, count)`."""
+        """Trace the sums over a chunk: `(params, model_state, *arguments, rows, chunk)`."""
         return self._checked_trace(self._placement)
 
     def _checked_trace(self, placement: Placement) -> jax.stages.Traced:
@@ -117,7 +119,8 @@ class Evaluator:
         return self._trace(placement)
 
     def _trace(self, placement: Placement) -> jax.stages.Traced:
-        arguments = (*abstract_inference(self._functions), placement.abstract(), COUNT)
+        arguments = abstract_inference(self._functions)
+        arguments = (*arguments, placement.abstract(), Chunk(COUNT, COUNT))
         evaluate = jitted(self._functions.evaluate, self._functions.options)
         traced: jax.stages.Traced = evaluate.trace(*arguments)
         return traced

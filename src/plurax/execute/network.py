@@ -26,6 +26,7 @@ from plurax.execute.epoch_loop import make_loop
 from plurax.execute.gradient import Totals
 from plurax.execute.host_calls import on_devices_with_host_calls
 from plurax.execute.initial_state import new_state
+from plurax.execute.rows import Chunk
 from plurax.execute.step import Gradients, Metrics, Step, gradient_specs
 from plurax.execute.step_functions import StepFunctions
 from plurax.mesh import on_accelerator, replicated, split_rows, within
@@ -122,10 +123,10 @@ class Network(StepFunctions):
         """Run steps `first` to `stop` of an epoch. See `make_loop`."""
         return make_loop(self._step, self._rows)(state, data, rows, counts, first, stop)
 
-    def evaluate(self, params: PyTree, model_state: PyTree, rows: PyTree, count: Any) -> Totals:
-        """Return the totals of `rows`, of which `count` are real, without gradient."""
+    def evaluate(self, params: PyTree, model_state: PyTree, rows: PyTree, chunk: Chunk) -> Totals:
+        """Return the totals of `rows`, a chunk of the data, without gradient."""
         evaluate = self._on_devices(self.backend.evaluate(), "pmr.", ".")
-        totals: Totals = evaluate(params, model_state, rows, count)
+        totals: Totals = evaluate(params, model_state, rows, chunk)
         return totals
 
     def predict(self, params: PyTree, model_state: PyTree, rows: PyTree) -> PyTree:

@@ -180,15 +180,15 @@ class Placement:
             return exactly(path, leaf, like.dtype)
 
         leaves = map(filled, self._paths, jax.tree.leaves(batch), self._leaves)
-        return Placed(jax.tree.unflatten(self.structure, leaves), self._count(count))
+        return Placed(jax.tree.unflatten(self.structure, leaves), self.number(count))
 
     def _is_placed(self, leaf: jax.Array) -> bool:
         """Return whether `put` would return these rows as they are, after 50 µs."""
         here = leaf.sharding
         return here == self.sharding or here.is_equivalent_to(self.sharding, leaf.ndim)
 
-    def _count(self, count: int) -> Any:
-        """Return the number of real rows, on the devices.
+    def number(self, count: int) -> Any:
+        """Return a number of rows, on the devices.
 
         The last few stay there: of full batches, and of what is left at the end of an epoch.
         """
@@ -260,7 +260,7 @@ class Placement:
             )
             for path, leaf, like in zip(self._paths, leaves, self._leaves, strict=True)
         ]
-        return Placed(jax.tree.unflatten(self.structure, placed), self._count(self.size))
+        return Placed(jax.tree.unflatten(self.structure, placed), self.number(self.size))
 
     def own_rows(self) -> int | None:
         """Return the number of rows that only this process has; None where it shares some."""

@@ -44,6 +44,7 @@ from plurax.execute.initial_state import new_state
 from plurax.execute.layouts.members_layout import MembersLayout
 from plurax.execute.over_members import over_members, traced_once
 from plurax.execute.reads import EpochSpec, Reads
+from plurax.execute.rows import Chunk
 from plurax.execute.step import Gradients, Metrics, gradient_specs
 from plurax.execute.step_functions import StepFunctions
 from plurax.members import Hyper, MemberArrays, Members
@@ -378,18 +379,18 @@ class Population(StepFunctions):
         model_state: PyTree,
         arrays: MemberArrays,
         batch: PyTree,
-        count: Int[Array, ""],
+        chunk: Chunk,
     ) -> Totals:
         """Return every member's totals over the same batch, without gradient; leaves `(K,)`."""
 
         def member_evaluate(
-            states: tuple[PyTree, PyTree], member: MemberArrays, batch: PyTree, count: Array
+            states: tuple[PyTree, PyTree], member: MemberArrays, batch: PyTree, chunk: Chunk
         ) -> tuple[Any, Any]:
-            return (), self._backend(member).evaluate()(*states, batch, count)
+            return (), self._backend(member).evaluate()(*states, batch, chunk)
 
         chunked = over_members(member_evaluate, self.plan.chunk, keep=False)
         states = (params, model_state)
-        return self._spread(chunked, "pmd.", "mm")(states, arrays, batch, count)[1]
+        return self._spread(chunked, "pmd.", "mm")(states, arrays, batch, chunk)[1]
 
     def predict(
         self, params: PyTree, model_state: PyTree, arrays: MemberArrays, inputs: PyTree

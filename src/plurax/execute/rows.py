@@ -43,6 +43,16 @@ class StepKey(NamedTuple):
     first: Int[Array, ""] | None = None
 
 
+class Chunk(NamedTuple):
+    """Which examples of an evaluation a call has.
+
+    **Fields:** `first`, the index of the first of them in all data; `examples`, how many they are.
+    """
+
+    first: Int[Array, ""]
+    examples: Int[Array, ""]
+
+
 def abstract_rows(batch: PyTree) -> Rows:
     """Return rows as `jax.ShapeDtypeStruct`s, for a batch of such with leaves `(N, ...)`."""
     size = jax.tree.leaves(batch)[0].shape[0]

@@ -10,7 +10,7 @@ all calls pass unchanged, such as the members' seeds and hyperparameters.
                    -> state, metrics ()                 -> states, metrics (K,)
     loop         (state, data, rows, counts, ...)     (states, members, data, ...)
                    -> state, metrics (S,)               -> states, metrics (K, calls)
-    evaluate     (params, model_state, rows, count)   (params, model_state, members, rows, count)
+    evaluate     (params, model_state, rows, chunk)   (params, model_state, members, rows, chunk)
     predict      (params, model_state, rows)          (params, model_state, members, rows)
 """
 
@@ -85,7 +85,7 @@ class StepFunctions(abc.ABC):
 
     @abc.abstractmethod
     def evaluate(self, params: PyTree, model_state: PyTree, *arguments: Any) -> Totals:
-        """Return totals without gradient: `(params, model_state, *arguments, rows, count)`."""
+        """Return totals without gradient: `(params, model_state, *arguments, rows, chunk)`."""
 
     @abc.abstractmethod
     def predict(self, params: PyTree, model_state: PyTree, *arguments: Any) -> PyTree:

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from plurax.execute.gradient import Totals
-from plurax.execute.rows import Rows, StepKey, index_device_rows, index_rows, of_this_device
+from plurax.execute.rows import Chunk, Rows, StepKey, index_device_rows, index_rows, of_this_device
 from plurax.jaxpr.barrier import order_after, pick_dependency
 from plurax.sharding.reduce_dtype import EXACT, SumRounding
 from plurax.tree import sum_dtype
@@ -286,16 +286,17 @@ def device_evaluation(
     evaluate: Callable[[PyTree, PyTree, Rows], Totals],
     axis_size: int,
     reduce: Callable[[Totals], Totals] | None = None,
-) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
-    """Return `(params, model_state, batch, count) -> totals` on one device of `data`.
+) -> Callable[[PyTree, PyTree, PyTree, Chunk], Totals]:
+    """Return `(params, model_state, batch, chunk) -> totals` on one device of `data`.
 
     Call it inside `shard_map`, with the device's own rows; `reduce` sums over the `axis_size`
     devices (default `over_data`).
     """
     reduce = reduce or over_data(axis_size)
 
-    def local(params: PyTree, model_state: PyTree, batch: PyTree, count: Any) -> Totals:
-        rows = index_device_rows(batch, jax.random.key(0), count, (1,) * axis_size)
+    def local(params: PyTree, model_state: PyTree, batch: PyTree, chunk: Chunk) -> Totals:
+        key = StepKey(jax.random.key(0), chunk.first)
+        rows = index_device_rows(batch, key, chunk.examples, (1,) * axis_size)
         return reduce(evaluate(params, model_state, rows))
 
     return local

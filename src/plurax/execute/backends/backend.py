@@ -15,13 +15,13 @@ backend keeps what all members share, such as shardings and stages.
 
 import abc
 from collections.abc import Callable
-from typing import Any
 
 import optax
 from jaxtyping import PyTree
 
 from plurax.execute.gradient import Totals
 from plurax.execute.layouts.state_layout import StateLayout
+from plurax.execute.rows import Chunk
 from plurax.execute.step import Gradients, Metrics, Step
 from plurax.state import TrainState
 from plurax.task import Task
@@ -69,8 +69,8 @@ class Backend(abc.ABC):
         return lambda state, rows, count: apply(state, gradients(state, rows, count))
 
     @abc.abstractmethod
-    def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
-        """Return `(params, model_state, rows, count) -> totals` on one device, without gradient."""
+    def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Chunk], Totals]:
+        """Return `(params, model_state, rows, chunk) -> totals` on one device, without gradient."""
 
     @abc.abstractmethod
     def predict(self) -> Callable[[PyTree, PyTree, PyTree], PyTree]:

@@ -48,7 +48,7 @@ from plurax.execute.layouts.staged_state import (
     stacked_leaves,
 )
 from plurax.execute.reduction import reduced
-from plurax.execute.rows import Rows, StepKey, index_device_rows
+from plurax.execute.rows import Chunk, Rows, StepKey, index_device_rows
 from plurax.execute.stage_networks import (
     evaluating_network,
     layer_assignment,
@@ -422,22 +422,23 @@ class PipelinedBackend(Backend):
 
     # --- Evaluating and predicting ------------------------------------------------------------
 
-    def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
-        """Return `(params, model_state, rows, count) -> totals` on one device, without gradient.
+    def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Chunk], Totals]:
+        """Return `(params, model_state, rows, chunk) -> totals` on one device, without gradient.
 
         If the task's evaluation has other stages than its loss, every device gathers all parameters
         and evaluates the whole network.
         """
 
-        def local(params: Staged, model_state: PyTree, batch: PyTree, count: Any) -> Totals:
-            rows = index_device_rows(batch, jax.random.key(0), count, (1,) * self.plan.data)
+        def local(params: Staged, model_state: PyTree, batch: PyTree, chunk: Chunk) -> Totals:
+            key = StepKey(jax.random.key(0), chunk.first)
+            rows = index_device_rows(batch, key, chunk.examples, (1,) * self.plan.data)
             rows = self._microbatches(rows)
             network = evaluating_network(
                 self.task, self.plan, self._like, _first(rows), self._stage()
             )
             if not self._in_stages(network):
                 whole = self.layout.params.gathered(params)
-                return self._base.evaluate()(whole, model_state, batch, count)
+                return self._base.evaluate()(whole, model_state, batch, chunk)
             run = self._forward(network, params, rows, model_state)
             values = [
                 self._terms(array, spec, {"pipeline"})

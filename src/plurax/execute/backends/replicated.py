@@ -9,7 +9,6 @@ The task's functions run unchanged, so XLA may fuse all of them. One device runs
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
@@ -20,6 +19,7 @@ from plurax.execute.backends.backend import Backend
 from plurax.execute.gradient import Totals, device_predict, evaluation, gradient
 from plurax.execute.initial_state import new_state
 from plurax.execute.layouts.state_shardings import StateShardings
+from plurax.execute.rows import Chunk
 from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
 from plurax.execute.totals import (
     coupled_totals,
@@ -90,8 +90,8 @@ class ReplicatedBackend(Backend):
         update = whole_update(self.optimizer, self.task.frozen)
         return make_apply(update, self.layout.gradient_dtypes, freeze=freeze, select=select)
 
-    def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
-        """Return `(params, model_state, rows, count) -> totals` on one device."""
+    def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Chunk], Totals]:
+        """Return `(params, model_state, rows, chunk) -> totals` on one device."""
         return device_evaluation(evaluation(self.task, self.plan.precision), self.plan.data)
 
     def predict(self) -> Callable[[PyTree, PyTree, PyTree], PyTree]:

@@ -47,7 +47,7 @@ from plurax.execute.layouts.state_shardings import StateShardings, stacks
 from plurax.execute.mask import loss_arguments
 from plurax.execute.penalties import PENALTIES, has_penalties, penalized_gradients
 from plurax.execute.reduction import reduced
-from plurax.execute.rows import Rows
+from plurax.execute.rows import Chunk, Rows
 from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
 from plurax.execute.totals import (
     BatchTotals,
@@ -382,8 +382,8 @@ class ShardedBackend(Backend):
                 errors.ShardingWarning,
             )
 
-    def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
-        """Return `(params, model_state, rows, count) -> totals` on shards, without gradient."""
+    def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Chunk], Totals]:
+        """Return `(params, model_state, rows, chunk) -> totals` on shards, without gradient."""
         fun = evaluation(self.task, self.plan.precision)
 
         def run(params: PyTree, model_state: PyTree, rows: Rows) -> Totals:
