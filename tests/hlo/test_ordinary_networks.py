@@ -64,6 +64,15 @@ def written_out(p, example, key):
     return jnp.mean((h @ p["out"]) ** 2)
 
 
+def scaled_deviations(p, example, key):
+    """Layer norm as Flax has it, the scale multiplied into the deviation first."""
+    x = example["x"] + jax.nn.relu(example["x"] @ p["up"]) @ p["down"]
+    mean = x.mean(axis=-1, keepdims=True)
+    deviation = jax.lax.rsqrt(jnp.var(x, axis=-1, keepdims=True) + 1e-6)
+    x = (x - mean) * (deviation * p["scale"][None]) + p["bias"][None]
+    return jnp.mean(jax.nn.logsumexp(x @ p["out"], axis=-1))
+
+
 def repeated(p, example, key):
     x = example["x"]
     for gain in ("first", "second"):
@@ -267,6 +276,19 @@ NETWORKS = {
             ("reduce-scatter", 2 * WIDTH * (2 * WIDTH + HIDDEN)): 1,
         },
         axis="data",
+    ),
+    "a layer norm that is computed again": Network(
+        {
+            "up": (WIDTH, HIDDEN),
+            "down": (HIDDEN, WIDTH),
+            "scale": (WIDTH,),
+            "bias": (WIDTH,),
+            "out": (WIDTH, HIDDEN),
+        },
+        scaled_deviations,
+        dataclasses.replace(split(["up", "out"], ["down"]), remat="full"),
+        {("all-reduce", ACTIVATIONS): 2},
+        small=8 * N * TOKENS,
     ),
 }
 
