@@ -216,3 +216,33 @@ def test_no_weight_is_gathered_for_a_penalty(plan):
     )
     for kind in ("planned_collectives", "collectives"):
         assert sent(with_penalty, kind) == sent(without, kind)
+
+
+FUNCTIONS = {
+    "inverse": lambda a: 1 / a,
+    "logarithm": jnp.log,
+    "root": jnp.sqrt,
+    "sum": lambda a: a * jnp.log(a).sum(),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_has_no_value_at_zero_is_not_read_in_the_padding(x64, name):
+    """ZeRO 3 fills up five numbers with zeros on four devices, and computes `1 / a` on shards."""
+
+    def start(key):
+        return {"a": 1 + jax.random.uniform(key, (5,), float), "w": jnp.ones((WIDTH, 5))}
+
+    def loss(params, batch, keys):
+        return (batch["x"] @ params["w"] @ FUNCTIONS[name](params["a"]) - batch["y"][:, 0]) ** 2
+
+    task, rule = px.Task(init=start, loss=loss), optax.sgd(1e-3)
+    program = px.compile(task, rule, px.Plan(data=4, zero=3), ROWS)
+    state = program.init(seed=0)
+    params = jax.device_get(program.to_canonical(state).params)
+    grads = jax.grad(lambda params: loss(params, ROWS, None).mean())(params)
+    state, metrics = program.step(state, ROWS)
+    assert metrics["skipped"] == 0
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-10)
+    wanted = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
+    assert models.max_rel_error(program.to_canonical(state).params, wanted) < 1e-10

@@ -63,6 +63,7 @@ from plurax.jaxpr.compat import inner_jaxprs
 from plurax.jaxpr.interpret import all_equations, holds
 from plurax.jaxpr.rows_apart import ROWS_APART
 from plurax.mesh import platform_of, within
+from plurax.partition.operators.elementwise import only_real
 from plurax.partition.partitioner import Partitioner, partition
 from plurax.partition.pins import with_strategies
 from plurax.partition.values import ShardedValue, is_sharded_value, shard_of_rows
@@ -207,7 +208,24 @@ class ShardedBackend(Backend):
             penalties_apart=self._has_penalties,
         )  # fmt: skip
         total = self._total_of_rows(fun, split)
-        return self._with_penalties(total) if self._has_penalties else total
+        total = self._with_penalties(total) if self._has_penalties else total
+        return self._with_zeros(total)
+
+    def _with_zeros(self, total: BatchTotals) -> BatchTotals:
+        """Return totals with gradients that are zero in the padding, where that of 1 / x is not."""
+        shards = self.expanded(self.layout.gradient_shards)
+
+        def only(array: Array, like: Any, sharding: TensorSharding) -> Array:
+            for dim in sharding.indivisible_dims(like.shape, self.axes.sizes):
+                array = only_real(self.axes, sharding, like.shape, array, dim)
+            return array
+
+        def run(*args: Any) -> tuple[Totals, PyTree]:
+            totals, state = total(*args)
+            grads = jax.tree.map(only, totals.grads, self.layout.gradient_like, shards)
+            return totals._replace(grads=grads), state
+
+        return run
 
     def _total_of_rows(self, fun: Any, split: bool) -> BatchTotals:
         each, microbatches = self._gradient(fun, split), self.plan.most_microbatches
