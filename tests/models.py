@@ -256,15 +256,15 @@ def megatron(sequence=False):
     )
 
 
-def attention_task(width, heads):
+def attention_task(width, heads, dtype=jnp.float32):
     """Causal attention with a residual, of one layer."""
 
     def init(key):
         keys = jax.random.split(key, 2)
         shape = (width, 3, heads, width // heads)
         return {
-            "qkv": jax.random.normal(keys[0], shape, "float32") * 0.1,
-            "out": jax.random.normal(keys[1], (heads, width // heads, width), "float32") * 0.1,
+            "qkv": jax.random.normal(keys[0], shape, dtype) * 0.1,
+            "out": jax.random.normal(keys[1], (heads, width // heads, width), dtype) * 0.1,
         }
 
     def outputs(params, x):

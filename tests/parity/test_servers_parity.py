@@ -114,6 +114,17 @@ def test_a_worker_may_be_a_pipeline():
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("strategy", ["ring", "gather", "heads"])
+def test_a_worker_may_split_tokens(strategy):
+    task = models.attention_task(8, 2, jnp.float64)
+    data = {"x": np.random.default_rng(0).normal(size=(EXAMPLES, 16, 8))}
+    plan = px.Plan(data=2, context=2, context_strategy=strategy, stream=4, zero=1)
+    expected = fitted(task, data)
+    found = fitted(task, data, px.Servers(workers=2, transport="threads"), plan=plan)
+    assert models.max_rel_error(found.state.params, expected.state.params) < 1e-10
+
+
+@pytest.mark.ci
 @jax.enable_x64(False)
 def test_batches_that_are_no_arrays():
     task, data = models.mlp_task(), models.data(EXAMPLES)

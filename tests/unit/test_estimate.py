@@ -331,6 +331,38 @@ def test_tiles_of_a_tpu_are_counted():
     assert "padding" not in px.estimate(task, optax.adam(1e-3), px.Plan(), batch, other).memory
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.ci), 8])
+def test_heads_are_faster_than_gathered_keys_on_more_than_one_and_groups_devices(devices, groups):
+    """As the bytes say: 4 (g + 1) f / n of a layer's keys, and 4 f."""
+    heads, size, width = 64, 2, 128
+
+    def loss(params, batch, keys):
+        q = jnp.einsum("btd,dmgh->btmgh", batch["x"], params["q"])
+        k, v = (jnp.einsum("btd,dmh->btmh", batch["x"], params[name]) for name in "kv")
+        weights = jax.nn.softmax(jnp.einsum("btmgh,bsmh->bmgts", q, k))
+        out = jnp.einsum("bmgts,bsmh,mghd->btd", weights, v, params["o"])
+        return (out**2).mean((1, 2))
+
+    shapes = {"q": (width, heads // groups, groups, size), "k": (width, heads // groups, size)}
+    shapes |= {"v": shapes["k"], "o": (*shapes["q"][1:], width)}
+    task = px.Task(
+        init=lambda key: {name: jnp.ones(shape) for name, shape in shapes.items()}, loss=loss
+    )
+    batch = {"x": jax.ShapeDtypeStruct((2, 512, width), "float32")}
+    machine = px.Machine.preset("8xA100-40GB")
+    slow = [dataclasses.replace(level, bandwidth=1e6) for level in machine.levels]
+    machine = dataclasses.replace(machine, levels=tuple(slow))
+    gathered, exchanged = (
+        px.estimate(
+            task, optax.sgd(0.1), px.Plan(context=devices, context_strategy=strategy, stream=64),
+            batch, machine,
+        ).seconds
+        for strategy in ("gather", "heads")
+    )  # fmt: skip
+    assert (exchanged < gathered * 0.999) == (devices > 1 + groups)
+
+
 def test_heads_that_are_exchanged_within_a_node_use_its_links():
     """Two nodes of eight: neighbours exchange heads, and keys go from node to node, while devices
     compute. With half of the rate between nodes only the sum of the gradients takes longer."""
