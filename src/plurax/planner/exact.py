@@ -151,6 +151,8 @@ class _IntegerProgram:
             for node, first in enumerate(classes)
         ]
         self._columns: list[dict[int, int]] = []
+        # By a value, of partial sums by its producer, and a reshard: the variable that costs it.
+        self._paid: dict[Any, int] = {}
         for node, first in enumerate(self._classes):
             self._node(node, first)
         self._whole = len(self._costs)
@@ -206,8 +208,8 @@ class _IntegerProgram:
     def _value(self, value: GraphValue, count: int) -> None:
         """Add the flow of a value from its producer to each reader, `count` times."""
         produced = self._by_sharding(value.node, "outputs", value.output)
-        paid: dict[Any, int] = {}
         earlier: Moves = {}
+        as_is, *again = self.problem.shared[value.node, value.output]
         # A carry that is returned as it came has one sharding in any case.
         uses = [use for use in value.uses if use.node != value.node]
         for use in uses:
@@ -220,14 +222,15 @@ class _IntegerProgram:
                 cost = count * use.trips * self.problem.reshard(value.tensor, *move)
                 if cost == math.inf:
                     self._row([(column, 1.0) for column in columns], 0, 0)
-                elif cost > 0 and len(uses) == 1:
+                elif cost > 0 and len(uses) == 1 and not (again and move[0].partial):
                     for column in columns:
                         self._costs[column] += cost * self.problem.costs.scale
                 elif cost > 0:
-                    key = *move, use.trips
-                    if key not in paid:
-                        paid[key] = self._variable(cost)
-                    self._no_more(columns, [paid[key]])
+                    of = self._key(as_is) if move[0].partial else id(value)
+                    key = of, *move, use.trips
+                    if key not in self._paid:
+                        self._paid[key] = self._variable(cost)
+                    self._no_more(columns, [self._paid[key]])
 
     def _flow(self, value: GraphValue, use: Use, produced: Columns) -> Moves:
         """Add variables of a reader that may take a value in any sharding."""

@@ -440,7 +440,7 @@ class _GraphBuilder:
         """Return a value as it enters a recomputed part, where it is resharded once more.
 
         The partitioner orders its inputs after the cotangent, so that copies made before cannot be
-        used within.
+        used within, but of a partial sum what it was reduced to (`Problem.shared`).
         """
         alias = _TracedValue(value.tensor, value.backward, value.root)
         self._values.append(alias)

@@ -139,8 +139,26 @@ class Problem:
 
     # --- The cost of a choice ---------------------------------------------------------------------
 
+    @functools.cached_property
+    def shared(self) -> Mapping[tuple[int, int], list[GraphValue]]:
+        """By node and output the values that it produces: as it is, and as recomputed parts read
+        it, which find a partial sum reduced as it was reduced outside."""
+        every: dict[tuple[int, int], list[GraphValue]] = {}
+        for value in self.graph.values:
+            every.setdefault((value.node, value.output), []).append(value)
+        return every
+
     def copies(self, value: GraphValue, choice: Sequence[int]) -> Copies:
         """Return the reshards of a value that its readers need, each once."""
+        copies = self._all_copies(value, choice)
+        for other in self.shared[value.node, value.output]:
+            if other is value or not copies or not next(iter(copies))[0].partial:
+                break
+            for one in self._all_copies(other, choice):
+                copies.pop(one, None)
+        return copies
+
+    def _all_copies(self, value: GraphValue, choice: Sequence[int]) -> Copies:
         nodes = self.graph.nodes
         source = nodes[value.node].strategies[choice[value.node]].outputs[value.output]
         copies: Copies = {}
