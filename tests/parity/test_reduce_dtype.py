@@ -69,26 +69,19 @@ def bfloat16(array):
 def gradient(params, batch):
     """The gradient of the weighted sum, in two parts which together are all of it.
 
-    The first has that of the table's first use and of half of the units before `gain`; the second
-    that of the table's other use and of the other units.
+    The first has that of the table's first use, the second that of its other use.
     """
-    units = params["blocks"]["up"].shape[2] // 2
 
-    def loss(params, table, gain):
+    def loss(params, table):
         x = embed(params["embed"], batch)
         for number in range(LAYERS):
-            own, other = jax.tree.map(lambda leaf, at=number: leaf[at], (params["blocks"], gain))
-            h = jnp.tanh(x @ own["up"])
-            x = x + h[:, :units] @ own["down"][:units] * own["gain"][None]
-            x = x + h[:, units:] @ own["down"][units:] * other[None]
+            x = block(jax.tree.map(lambda leaf, at=number: leaf[at], params["blocks"]), x)
         losses = head({**params["head"], "table": table}, x, batch)
         return jnp.sum(losses * batch["weight"])
 
-    again = params["embed"]["table"], params["blocks"]["gain"]
-    first, table, gain = jax.grad(loss, (0, 1, 2))(params, *again)
+    first, table = jax.grad(loss, (0, 1))(params, params["embed"]["table"])
     none = jax.tree.map(jnp.zeros_like, first)
-    blocks = {**none["blocks"], "gain": gain}
-    return first, {**none, "embed": {"table": table}, "blocks": blocks}
+    return first, {**none, "embed": {"table": table}}
 
 
 def mean_gradient(params, batch, plan, round_):
@@ -115,8 +108,7 @@ def mean_gradient(params, batch, plan, round_):
 
 def apart(plan):
     """Parameters whose gradient two devices have parts of, beside those along `data`."""
-    stages = {"embed/table"} if plan.pipeline > 1 else set()
-    return stages | ({"blocks/gain"} if plan.pipeline > 1 and plan.tensor > 1 else set())
+    return {"embed/table"} if plan.pipeline > 1 else set()
 
 
 def by_hand(params, batch, plan, round_=bfloat16):

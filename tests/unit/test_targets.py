@@ -13,6 +13,7 @@ from plurax.checkpoint import Checkpoints
 from plurax.checkpoint.restore import restore
 from plurax.distributed import global_arrays
 from plurax.distributed.global_arrays import is_absent, put
+from plurax.execute.rows import Chunk
 from plurax.machine import Machine, published
 from plurax.mesh import replicated
 from plurax.targets import Target, _gpu_description, targets
@@ -149,7 +150,7 @@ def test_what_is_traced_is_what_runs(members):
     equal(outputs, program.predict(state, inputs))
 
     evaluate = program.trace_evaluate().lower().compile()
-    totals = evaluate(*states, *own, batch, np.int32(8))
+    totals = evaluate(*states, *own, batch, Chunk(np.int32(0), np.int32(8)))
     loss = np.float64(totals.loss) / np.float64(totals.weight)
     np.testing.assert_array_equal(
         program._functions.trim(loss), program.evaluate(state, batch)["loss"]
