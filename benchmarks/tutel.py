@@ -25,6 +25,7 @@ import numpy as np
 
 import plurax as px
 from benchmarks import experts, sent_experts
+from benchmarks.compiled_steps import median_seconds
 from benchmarks.harness import Worker
 from benchmarks.sent_experts import DEVICES, HERE
 
@@ -38,12 +39,13 @@ def main(python: str) -> None:
     way, devices = sent_experts.WAYS["sorted rows"], jax.devices()[:DEVICES]
     ours = sent_experts.compiled(way, "plurax", devices, HERE)
     alone = sent_experts.compiled(way, "kept on each device", devices, HERE)
-    x = np.random.default_rng(0).normal(size=(DEVICES, HERE // DEVICES, experts.WIDTH))
+    shape = DEVICES, HERE // DEVICES, experts.WIDTH
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     for step in (ours, alone):
-        step.start(None, x.astype(np.float32))
+        step.start(None, x)
     with tempfile.TemporaryDirectory() as folder:
         arrays = Path(folder) / "arrays.npz"
-        np.savez(arrays, x=x.astype(np.float32), **ours.params)
+        np.savez(arrays, x=x, **ours.params)
         settings = {
             "devices": DEVICES, "cores": 1, "platform": "cpu", "arrays": str(arrays),
             "width": experts.WIDTH, "hidden": experts.HIDDEN, "choices": experts.CHOICES,
@@ -55,7 +57,7 @@ def main(python: str) -> None:
         }
         seconds = []
         for turn in range(ROUNDS + 1):  # the first is not counted
-            taken = sent_experts.median_seconds([ours], 1)
+            taken = median_seconds([ours], 1)
             seconds += taken if turn else []
             for peer in peers.values():
                 peer.run("step")

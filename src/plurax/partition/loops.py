@@ -192,7 +192,8 @@ class Loop:
         # A stacked gradient with a goal is reduced row by row, so only shards are stacked.
         order = computed_at(self.scan.body.eqns, self.scan.body.outvars[self.carried :])
         stacked = [
-            one if one.deferred else ValueVersions(one.stored) for one in out[self.carried :]
+            one if one.deferred else ValueVersions(self.partitioner.stored(one))
+            for one in out[self.carried :]
         ]
         values += self.partitioner.finish(stacked, self.goals[self.carried :], order)
         self.found = values

@@ -380,7 +380,7 @@ class Partitioner(Resharder):
     def _barrier(self, inputs: list[ValueVersions]) -> list[ValueVersions]:
         """Order the inputs of a recomputed function after its cotangent (see `jaxpr.barrier`)."""
         # What was reduced for a reader outside is not reduced again inside.
-        values = [one.stored if one.deferred is None else self.value(one) for one in inputs]
+        values = list(map(self.stored, inputs))
         free_on_cpu = [value.is_param for value in values]
         tied = self.run(
             lambda *arrays: order_after_cotangent(arrays, free_on_cpu),

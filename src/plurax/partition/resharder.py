@@ -139,6 +139,11 @@ class Resharder:
             self.create(versions, versions.deferred.default_sharding)
         return versions.value
 
+    def stored(self, versions: ValueVersions) -> ShardedValue:
+        """Return the version to keep: of a partial sum that was reduced, what it was reduced to."""
+        first = self.value(versions)
+        return next((one for one in versions.values if not one.sharding.partial), first)
+
     def create(self, versions: ValueVersions, sharding: TensorSharding) -> None:
         """Create a deferred value in a sharding, or the nearest possible, as its first version."""
         deferred = versions.deferred

@@ -237,11 +237,6 @@ class ValueVersions:
         other.values = list(self.values)
         return other
 
-    @property
-    def stored(self) -> ShardedValue:
-        """The version to store: of a partial sum that was reduced, what it was reduced to."""
-        return next((one for one in self.values if not one.sharding.partial), self.value)
-
     def returned(self, results: "Sequence[ValueVersions]") -> "ValueVersions":
         """Return it as one of a function's results: whose rows it has is known with the sizes."""
         if all(one.rows is None or one.rows.sizes in results for one in self.values):

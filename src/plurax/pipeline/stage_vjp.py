@@ -341,13 +341,13 @@ class StageVjp:
         self,
         cells: Sequence[ValueVersions],
         sizes: Sequence[ValueVersions],
-        own: dict[int, "_Own"],
+        own: dict[int, _Own],
     ) -> Values:
         """Return values to store; whose rows they have goes to `own`, by their place.
 
         `sizes` are values of which some are the sizes of groups of rows.
         """
-        values = [cell.stored if cell.values else self.partitioner.value(cell) for cell in cells]
+        values = list(map(self.partitioner.stored, cells))
         for place, value in enumerate(values):
             rows = value.own_rows
             if rows is not None and rows.sizes in sizes:
