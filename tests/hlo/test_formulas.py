@@ -157,6 +157,38 @@ def test_what_is_repeated_for_each_example_is_gathered_before(coupled):
     assert sizes == [4 * WIDTH + 4 * WIDTH**2, 4 * WIDTH**2]
 
 
+def network(params, x):
+    for one in params:
+        x = jnp.tanh(x @ one["w"] + one["b"])
+    return x.sum()
+
+
+def sloped(params, batch, keys):
+    """A loss with derivatives by the inputs: its forward pass has transposed equations."""
+    slopes = jax.vmap(jax.grad(network, 1), (None, 0))(params, batch["x"])
+    return (slopes**2).sum(1) + jax.vmap(network, (None, 0))(params, slopes)
+
+
+def criticized(params, batch, keys):
+    """A loss with parameters without derivatives beside those with, as an actor's critic has."""
+    values = jax.vmap(network, (None, 0))(params, batch["x"])
+    return values + jax.vmap(network, (None, 0))(jax.lax.stop_gradient(params), -batch["x"]) ** 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "remat"), [(sloped, "none"), (criticized, "none"), (None, "full")]
+)
+def test_zero_3_gathers_twice_what_a_pass_uses_again(loss, remat):
+    """In the forward and in the backward pass, derivatives and what is recomputed included."""
+    deep = deep_task()
+    task = px.Task(init=lambda key: deep.init(key)[:3], loss=loss) if loss else deep
+    batch = {"x": np.ones((4, WIDTH), np.float32)}
+    program = compiled(px.Plan(data=4, zero=3, remat=remat), task, batch)
+    params = sum(4 * leaf.size for leaf in jax.tree.leaves(program.canonical_shapes.params))
+    gathered = [c for c in program.planned_collectives() if c.kind == "all-gather"]
+    assert sum(c.bytes * c.trips for c in gathered) <= 2 * params
+
+
 @pytest.mark.ci
 def test_buckets_send_what_single_tensors_do():
     """Of 24 parameters, in three to eight collectives instead of 35 and 24; as it was planned."""

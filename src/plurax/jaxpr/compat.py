@@ -17,6 +17,7 @@ and `ONLY_NEWER` list those that one version has), so an update of JAX shows wha
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -240,6 +241,19 @@ def is_recomputed(eqn: Any) -> bool:
     """Whether an equation is the part of a `jax.checkpoint` that the backward pass recomputes."""
     params = eqn.params
     return eqn.primitive.name in REMAT and params["prevent_cse"] and params["differentiated"]
+
+
+_TRANSFORM = re.compile(r"(\w+)\(")
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Whether an equation is of the backward pass, which the names of its transforms say.
+
+    The outermost counts, but for `vmap`: a loss that differentiates something itself, as those of
+    differential equations do, has transposed equations in its forward pass, `jvp(transpose(jvp))`.
+    """
+    names = _TRANSFORM.findall(str(eqn.source_info.name_stack))
+    return next((name for name in names if name != "vmap"), None) == "transpose"
 
 
 @dataclasses.dataclass(frozen=True)

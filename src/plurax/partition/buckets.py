@@ -43,6 +43,7 @@ from plurax.jaxpr.compat import (
     REMAT,
     Scan,
     is_call_or_remat,
+    is_transposed,
     open_jaxpr,
 )
 from plurax.jaxpr.interpret import flat_equations
@@ -59,6 +60,8 @@ _LOCAL = ELEMENTWISE | _MOVED | {"annotate", "rev"}
 """Operations that can run on the shards of a parameter and leave it split."""
 _OF_THEIR_OWN = frozenset(["scan", "while", "cond", AT_EXPERTS, ROWS_APART, *ANNOTATIONS, *REMAT])
 """Equations whose bodies are evaluated by the partitioner, or that do not gather parameters."""
+_RECOMPUTED = "rematted_computation"
+"""How JAX names what a backward pass computes again."""
 TILE = 1024
 """Numbers in a tile of a TPU's flat buffers. Its compiler gathers whole tiles; shards that end
 within one it adds up, each padded with zeros to the size of all, which sends twice the bytes."""
@@ -75,9 +78,9 @@ class ParameterUse:
 
     **Fields:** `index` of the equation; `var`, the variable that is gathered for it; `root`, the
     parameter from which `var` is computed, such as by a cast; `alike`, the first variable that is
-    computed from it in the same way; `size` in bytes; `phase`, the pass that the equation is of:
-    forward, backward, or what a backward pass computes again; `repeats`, the equations by which
-    what is gathered is repeated to what the equation reads, none if it reads `var`.
+    computed from it in the same way; `size` in bytes; `backward`, whether the equation is of the
+    backward pass; `repeats`, the equations by which what is gathered is repeated to what the
+    equation reads, none if it reads `var`.
     """
 
     index: int
@@ -85,7 +88,7 @@ class ParameterUse:
     root: Any
     alike: Any
     size: int
-    phase: Hashable = None
+    backward: bool = False
     repeats: tuple[Any, ...] = dataclasses.field(default=(), compare=False)
 
     @property
@@ -244,12 +247,14 @@ def _uses(
             ]
             way = str((eqn.primitive, eqn.params, operands))
             alike[eqn.outvars[0]] = firsts.setdefault(way, eqn.outvars[0])
+            if eqn.primitive.name == "stop_gradient":  # the parameter itself, for an actor's critic
+                alike[eqn.outvars[0]] = alike.get(split[0], split[0])
             early.append(eqn)
             continue
         elif len(read) == 1 and eqn.primitive.name in _MOVED and {*read} & {*roots, *repeats}:
             repeats[eqn.outvars[0]] = (*repeats.get(read[0], ()), eqn)
         rest.append(eqn)
-    uses = []
+    uses, backward = [], _backward_of(eqns)
     for index, eqn in enumerate(rest, len(early)):
         read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         # A parameter is needed whole only where it meets the batch.
@@ -263,14 +268,20 @@ def _uses(
             if source in roots:
                 size = math.prod(source.aval.shape) * source.aval.dtype.itemsize
                 like = alike.get(source, source)
-                use = ParameterUse(index, source, roots[source], like, size, _phase(eqn), then)
+                use = ParameterUse(index, source, roots[source], like, size, backward(eqn), then)
                 uses.append(use)
     return early + rest, uses
 
 
-def _phase(eqn: Any) -> Hashable:
-    names = str(eqn.source_info.name_stack)
-    return "transpose(" in names, "rematted_computation" in names
+def _backward_of(eqns: Sequence[Any]) -> Callable[[Any], bool]:
+    """Return what says whether one of some equations is of the backward pass.
+
+    What is computed again is, too: a recomputed part and its derivatives use the same parameters.
+    In the body of such a part names begin anew.
+    """
+    if any(str(eqn.source_info.name_stack).startswith(_RECOMPUTED) for eqn in eqns):
+        return lambda eqn: True
+    return lambda eqn: is_transposed(eqn) or _RECOMPUTED in str(eqn.source_info.name_stack)
 
 
 def _kept(uses: Sequence[ParameterUse], limit: int | None) -> dict[ParameterUse, ParameterUse]:
@@ -278,13 +289,13 @@ def _kept(uses: Sequence[ParameterUse], limit: int | None) -> dict[ParameterUse,
 
     It is if the parameters that are gathered between the two, and itself, have up to `limit` bytes
     together: weights of a recurrence that is written out, of a network that runs twice. Not from
-    one phase to the next, and with no limit always.
+    the forward pass to the backward pass, and with no limit always.
     """
     by = dict[ParameterUse, ParameterUse]()
-    whole, phase = dict[Any, ParameterUse](), None  # the one used last at the end
+    whole, backward = dict[Any, ParameterUse](), False  # the one used last at the end
     for use in uses:
-        if limit is not None and use.phase != phase:
-            whole, phase = {}, use.phase
+        if limit is not None and use.backward != backward:
+            whole, backward = {}, use.backward
         by[use] = whole.pop(use.alike, use)
         whole[use.alike] = by[use]
         while limit is not None and len(whole) > 1 and sum(u.size for u in whole.values()) > limit:

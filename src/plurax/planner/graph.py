@@ -49,6 +49,7 @@ from plurax.jaxpr.compat import (
     is_call_or_remat,
     is_linear,
     is_recomputed,
+    is_transposed,
 )
 from plurax.jaxpr.interpret import holds
 from plurax.mesh import abstract_mesh, within
@@ -397,7 +398,7 @@ class _GraphBuilder:
             inputs = [read(atom) for atom in eqn.invars]
             before = self._backward
             # Differentiation marks what it transposes.
-            self._backward |= "transpose(" in str(eqn.source_info.name_stack)
+            self._backward |= is_transposed(eqn)
             outputs = self._equation(eqn, inputs, f"{inside}{index}", trips)
             self._backward = before
             known.update(zip(eqn.outvars, outputs, strict=True))

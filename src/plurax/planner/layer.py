@@ -30,7 +30,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from plurax.jaxpr.compat import INLINED
+from plurax.jaxpr.compat import INLINED, is_transposed
 from plurax.partition.pins import enclosing
 from plurax.planner.costs import reshard_steps
 from plurax.planner.equal_layers import classes_of
@@ -406,6 +406,4 @@ def _boundary_of(loop: str, path: str) -> bool:
 def _forward(path: str, eqns: Mapping[str, Any]) -> bool:
     """Whether a path is of an equation of the forward pass: transposed ones are marked."""
     around = enclosing(path)
-    return path in eqns and not any(
-        "transpose(" in str(eqns[one].source_info.name_stack) for one in around
-    )
+    return path in eqns and not any(is_transposed(eqns[one]) for one in around)
