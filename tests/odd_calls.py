@@ -157,6 +157,11 @@ def calls() -> dict[str, Call]:
             px.analysis.max_batch_size, **common, example=data, memory=10**6
         ),
         "plurax.sharding.name": call(px.sharding.name, x=x, text="name"),
+        "plurax.over_batch": call(
+            px.over_batch,
+            outputs=lambda params, batch, keys: batch,
+            losses=lambda outputs, batch, mask: 0.0,
+        ),
         "plurax.per_example": call(px.per_example, f=lambda params, example, key: 0.0),
         "plurax.train.replay": call(
             px.train.replay, task=task, optimizer=optimizer, data=data, output="served"

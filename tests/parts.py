@@ -21,7 +21,8 @@ PARTS = {
         recorded_collectives remat rows_per_call
         replicas resample schedules sharding stages step stream sweep targets task uncertainty
         verify work weights terminal
-        user_frames argument_check error_texts mistakes reading replacing distributed yardstick""",
+        user_frames argument_check error_texts mistakes reading replacing distributed yardstick
+        over_batch""",
     "planning": """
         by_rules candidates corrections estimate expert_plans expert_weights found found_plans
         golden_plans longest measure_machine population_plans search search_exact search_stages""",

@@ -42,6 +42,7 @@ FLOORS = [
         "reading",
         "toml_writer",
         "validate",
+        "whole_batch",
         "locked_folder",
         "reaper",
         "terminal",
@@ -106,7 +107,7 @@ DOORS = {
 PUBLIC = {
     "plurax": """
         Checkpoints Experiment Machine Members Plan Program Servers Task compile
-        estimate fit freeze initialize longest per_example search stack start_from sweep
+        estimate fit freeze initialize longest over_batch per_example search stack start_from sweep
         topology verify virtual_devices adapters analysis callbacks ensemble errors metrics pipeline
         sharding train weights""",
     "plurax.adapters": "equinox haiku keras linen nnx",

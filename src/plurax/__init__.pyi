@@ -30,5 +30,6 @@ from plurax.task import per_example as per_example
 from plurax.task import stack as stack
 from plurax.train.fit import fit as fit
 from plurax.weights.start import start_from as start_from
+from plurax.whole_batch import over_batch as over_batch
 
 __version__: str

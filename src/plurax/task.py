@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors, tree
 from plurax.validate import check_takes
+from plurax.whole_batch import OverBatch, WeightedOutputs, over_batch
 
 Losses = Float[Array, "B"]
 LossOutput = Losses | tuple[Losses, dict[str, Losses]]
@@ -39,6 +40,7 @@ class Task:
     - `coupled`: the loss couples examples (contrastive, batch statistics). It is then called as
       `loss(params, batch, keys, mask)` with every example of a microbatch across all devices;
       `mask`, shape `(B,)` of bool, is false for padding rows, which must not enter the coupling.
+      A loss of `plurax.over_batch` is always coupled, and over all microbatches.
     - `stateful`: the loss reads and writes model state that is not trained (batch-norm
       statistics). Then `init(key) -> (params, model_state)`, `loss(params, model_state, batch,
       keys, mask) -> (losses, metrics, model_state)`, and `predict`, `evaluate` and `metrics` take
@@ -68,7 +70,9 @@ class Task:
     """The parts of a task that `plurax.stack` returned; else None."""
 
     def __post_init__(self) -> None:
-        if self.stateful and not self.coupled:
+        if isinstance(self.loss, OverBatch):
+            object.__setattr__(self, "coupled", True)
+        if self.stateful and not (self.coupled or isinstance(self.loss, WeightedOutputs)):
             raise errors.TaskError(
                 "Task(stateful=True) needs coupled=True: a loss that writes model state "
                 "(batch-norm statistics) makes examples depend on each other. With coupled=True it "
@@ -83,7 +87,10 @@ class Task:
         params = "params, model_state" if self.stateful else "params"
         mask = ", mask" if self.coupled else ""
         check_takes("Task.init", self.init, "key")
-        check_takes("Task.loss", self.loss, f"{params}, batch, keys{mask}")
+        if isinstance(self.loss, OverBatch):
+            self.loss.check(params, stateful=self.stateful)
+        else:
+            check_takes("Task.loss", self.loss, f"{params}, batch, keys{mask}")
         for name, function, arguments in (
             ("Task.predict", self.predict, f"{params}, inputs"),
             ("Task.evaluate", self.evaluate, f"{params}, batch"),
@@ -92,6 +99,11 @@ class Task:
         ):
             if function is not None:
                 check_takes(name, function, arguments)
+
+    @property
+    def couples_microbatches(self) -> bool:
+        """Whether microbatches change the loss, as one that couples the examples of each."""
+        return self.coupled and not isinstance(self.loss, OverBatch)
 
 
 def per_example(
@@ -183,9 +195,14 @@ class Stack:
             )
         return new
 
-    def apply_head(self, params: PyTree, x: PyTree, batch: PyTree, keys: Any) -> LossOutput:
-        """Return losses from the last layer's output; `params` as `head_params` returns them."""
-        return self.head.apply(params, x, batch, _folded(keys, self.depth + 1))
+    def apply_head(self, params: PyTree, x: PyTree, batch: PyTree, keys: Any) -> Any:
+        """Return losses from the last layer's output, of an `OverBatch` its outputs.
+
+        `params` are as `head_params` returns them.
+        """
+        apply = self.head.apply
+        fun = apply.outputs if isinstance(apply, OverBatch) else apply
+        return fun(params, x, batch, _folded(keys, self.depth + 1))
 
     def head_params(self, params: PyTree) -> PyTree:
         """Return the head's parameters, including those tied to the embedding's."""
@@ -224,7 +241,8 @@ def stack(
     - `embed`: `init(key) -> params`, `apply(params, batch, keys) -> x`, a floating array or tree of
       them with leading dim `B`.
     - `block`: `apply(params, x, batch, keys) -> x`, of the same shapes and dtypes.
-    - `head`: `apply(params, x, batch, keys) -> (B,) losses`, or with metrics as `Task.loss`.
+    - `head`: `apply(params, x, batch, keys) -> (B,) losses`, or with metrics as `Task.loss`; or
+      `over_batch(outputs, losses)` with `outputs(params, x, batch, keys)`, without evaluation.
     - `depth`: the number of layers; stages need not divide it.
     - `predict(params, x, inputs) -> outputs`: the head's outputs for inference.
     - `metrics(params, x, batch) -> {name: Metric}`: as `Task.metrics`, from the head's parameters
@@ -272,7 +290,7 @@ def stack(
                 )
         return params
 
-    def loss(params: PyTree, batch: PyTree, keys: Any = None) -> LossOutput:
+    def loss(params: PyTree, batch: PyTree, keys: Any = None) -> Any:
         x = parts.layers(params, batch, keys)
         return parts.apply_head(parts.head_params(params), x, batch, keys)
 
@@ -284,11 +302,14 @@ def stack(
         assert metrics is not None
         return metrics(parts.head_params(params), parts.layers(params, batch, None), batch)
 
+    # Losses that compare examples have no meaning for the chunks of an evaluation.
+    of_head: Any = parts.head.apply
+    by_row = not isinstance(of_head, OverBatch)
     return Task(
         init=init,
-        loss=loss,
+        loss=loss if by_row else over_batch(loss, of_head.losses),
         predict=None if predict is None else outputs,
-        evaluate=loss,
+        evaluate=loss if by_row else None,
         metrics=None if metrics is None else over_data,
         weight=weight,
         stack=parts,

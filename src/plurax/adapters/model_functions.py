@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Key, PyTree
 from plurax import errors
 from plurax.task import Task
 from plurax.validate import check_takes
+from plurax.whole_batch import OverBatch, over_batch
 
 Bind = Callable[..., Any]
 """`bind(params)` or `bind(params, model_state)` returns the model with these values."""
@@ -42,7 +43,15 @@ class ModelFunctions:
         **Arguments:** `library`; `model`, what the functions call their first argument; `state`,
         the names of the model's state.
         """
-        if (names := list(state)) and not self.coupled:
+        names, over_batch = list(state), isinstance(self.loss, OverBatch)
+        if names and over_batch:
+            raise errors.TaskError(
+                f"the model carries state besides its parameters ({', '.join(names)}), which a "
+                "forward pass of all examples writes, and those of plurax.over_batch are of "
+                "microbatches. Write a loss(model, batch, keys, mask) with coupled=True in its "
+                "place; its microbatches each write the state."
+            )
+        if names and not self.coupled:
             raise errors.TaskError(
                 f"the model carries state besides its parameters ({', '.join(names)}), and a loss "
                 "that writes state makes examples depend on each other. Say task(..., "
@@ -51,7 +60,10 @@ class ModelFunctions:
                 "batch and must stay out of the state."
             )
         mask = ", mask" if self.coupled else ""
-        check_takes(f"{library}.task(loss=...)", self.loss, f"{model}, batch, keys{mask}")
+        if isinstance(self.loss, OverBatch):
+            self.loss.check(model, stateful=False)
+        else:
+            check_takes(f"{library}.task(loss=...)", self.loss, f"{model}, batch, keys{mask}")
         for name, rest in (("predict", "inputs"), ("evaluate", "batch"), ("metrics", "batch")):
             if (function := getattr(self, name)) is not None:
                 check_takes(f"{library}.task({name}=...)", function, f"{model}, {rest}")
@@ -82,9 +94,16 @@ class ModelFunctions:
             model = bind(params, state)
             return updated(model, self.loss(model, *args), state)
 
+        def outputs(params: PyTree, *args: Any) -> Any:
+            assert isinstance(self.loss, OverBatch)
+            return self.loss.outputs(bind(params), *args)
+
+        loss: Callable[..., Any] = _stands_for(self.loss, stateful if updated else stateless)
+        if isinstance(self.loss, OverBatch):
+            loss = over_batch(_stands_for(self.loss.outputs, outputs), self.loss.losses)
         return Task(
             init=init,
-            loss=_stands_for(self.loss, stateful if updated else stateless),
+            loss=loss,
             predict=_taking_params(self.predict, inference or bind),
             evaluate=_taking_params(self.evaluate, inference or bind),
             metrics=_taking_params(self.metrics, inference or bind),

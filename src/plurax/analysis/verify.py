@@ -191,7 +191,8 @@ def verify(
     plan.padded_size(leading_dim(batch))  # before one device trains
     # The microbatches determine which examples a coupled loss compares: use the same number.
     on_one = Plan(
-        precision=plan.precision, microbatches=plan.most_microbatches if task.coupled else 1
+        precision=plan.precision,
+        microbatches=plan.most_microbatches if task.couples_microbatches else 1,
     )
 
     def everything(used: Plan, trained: Task = task) -> dict[str, dict[str, Any]]:

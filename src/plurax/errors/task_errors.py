@@ -42,6 +42,14 @@ def rows_are_mixed(where: str, line: str) -> TaskError:
     )
 
 
+def outputs_are_mixed(where: str, line: str) -> TaskError:
+    return TaskError(
+        f"{where}: row i of an output must depend on row i of the batch alone, and depends on "
+        f"other rows{_meet(line)}. Outputs are computed by microbatches; compute what reads all "
+        "examples in the second function, over_batch(..., losses), from outputs of each."
+    )
+
+
 def rows_may_mix(where: str, line: str) -> str:
     return (
         f"{where}: by its trace the result of an example depends on other examples{_meet(line)}, "

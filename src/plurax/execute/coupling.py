@@ -49,6 +49,7 @@ from plurax.task import Task
 from plurax.tree import byte_count, with_rows
 from plurax.user_frames import warn
 from plurax.validate import place_of, without_axes
+from plurax.whole_batch import OverBatch
 
 ROWS = 4
 """Rows of the trace; halves and pairs of rows can be told apart."""
@@ -99,6 +100,10 @@ def may_pad(task: Task, like: TrainState, batch: PyTree, mesh: Mesh) -> bool:
     Arguments as of `check_evaluate`. Raises `TaskError` for a loss that is coupled and does not say
     so.
     """
+    if isinstance(task.loss, OverBatch):
+        loss, shapes = task.loss, shapes_key(with_rows(batch, ROWS))
+        outputs_key = ("outputs apart", shapes, mesh.axis_names)
+        cached_program(task, outputs_key, lambda: _check_outputs(task, loss, like, batch, mesh))
     if task.coupled:
         return reads_mask(task, like, batch, within(mesh, without_axes(task.loss)))
     # Programs of one task, for several plans or sizes of a batch, share the check.
@@ -107,6 +112,22 @@ def may_pad(task: Task, like: TrainState, batch: PyTree, mesh: Mesh) -> bool:
     key = ("rows apart", shapes_key(few), min(size, MOST_ROWS + 1), mesh.axis_names)
     cached_program(task, key, lambda: check_loss(task, like, batch, mesh))
     return True
+
+
+def _check_outputs(
+    task: Task, loss: OverBatch, like: TrainState, batch: PyTree, mesh: Mesh
+) -> None:
+    """Raise `TaskError` where the outputs of an example, of which losses are computed, read others.
+
+    Arguments as of `check_evaluate`.
+    """
+
+    def outputs(params: PyTree, model_state: PyTree, rows: Rows) -> PyTree:
+        states = (model_state,) if task.stateful else ()
+        return loss.outputs(params, *states, rows.batch, rows.keys)
+
+    where = f"over_batch(outputs, ...){place_of(loss.outputs)}"
+    _check(outputs, task, like, batch, mesh, errors.outputs_are_mixed, where)
 
 
 def check_loss(task: Task, like: TrainState, batch: PyTree, mesh: Mesh) -> None:

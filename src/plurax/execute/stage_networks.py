@@ -106,7 +106,7 @@ def evaluating_network(
     Returns None if the task's evaluation has no stage boundaries, or `Task.metrics` runs the
     network once more. Arguments as `training_network`.
     """
-    if task.stack is not None:
+    if task.stack is not None and not task.coupled:
 
         def end(params: PyTree, x: PyTree, rows: Rows, batch: PyTree) -> tuple[Any, Totals]:
             assert task.stack is not None
@@ -133,16 +133,18 @@ def predicting_network(
     """Return the network whose last stage computes the outputs of prediction.
 
     Returns None if the task's prediction has no stage boundaries. Arguments as `training_network`,
-    with `inputs` for rows.
+    with `inputs` for rows. If they are `Rows`, a stack predicts what its head returns.
     """
     predict = device_predict(task, plan.precision)
     if task.stack is not None:
-        stack = task.stack
-        assert stack.predict is not None
+        stack, of_head = task.stack, isinstance(inputs, Rows)
 
-        def end(params: PyTree, x: PyTree, rows: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
-            assert stack.predict is not None
-            outputs = stack.predict(params, x, batch)
+        def end(params: PyTree, x: PyTree, rows: Any, batch: PyTree) -> tuple[Any, PyTree]:
+            if of_head:
+                outputs = stack.apply_head(params, x, batch, rows.keys)
+            else:
+                assert stack.predict is not None
+                outputs = stack.predict(params, x, batch)
             size = jax.tree.leaves(rows)[0].shape[0]
             for leaf in jax.tree.leaves(outputs):
                 if leaf.shape[:1] != (size,):
@@ -151,7 +153,7 @@ def predicting_network(
                 outputs = cast_floating(outputs, jax.numpy.dtype("float32"))
             return (), outputs
 
-        return stack_network(stack, plan, like, end, keyless=True)
+        return stack_network(stack, plan, like, end, keyless=not of_head)
 
     def outputs(params: PyTree, model_state: PyTree, inputs: PyTree) -> tuple[Any, ...]:
         return (), predict(params, model_state, inputs), ()

@@ -18,6 +18,7 @@ from plurax.jaxpr.key_blocks import STREAMED
 from plurax.jaxpr.stream import streamed, tokens_of_arguments
 from plurax.plan import Plan
 from plurax.task import Layer, Stack, Task
+from plurax.whole_batch import OverBatch
 
 
 def streamed_task(
@@ -44,6 +45,8 @@ def transformed_task(task: Task, transform: Callable[[Callable[..., Any], str], 
     """
 
     def transformed(fun: Callable[..., Any] | None, part: str = "") -> Any:
+        if isinstance(fun, OverBatch):
+            return dataclasses.replace(fun, outputs=transform(fun.outputs, part))
         return None if fun is None else transform(fun, part)
 
     return dataclasses.replace(

@@ -26,7 +26,7 @@ def plan_for_those_left(plan: Plan, task: Any) -> Plan:
     """Return a plan, shrunk to the devices of all processes where the launcher is elastic."""
     if not is_elastic():
         return plan
-    coupled = isinstance(task, Task) and task.coupled
+    coupled = isinstance(task, Task) and task.couples_microbatches
     return shrink(plan, jax.device_count(), process_count(), keep_microbatches=coupled)
 
 

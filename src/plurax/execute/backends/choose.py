@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from plurax import errors, tree
+from plurax.execute.backends.apart import ApartBackend, is_apart, weighted_batch, weighted_task
 from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.pipelined import PipelinedBackend
 from plurax.execute.backends.replicated import ReplicatedBackend
@@ -49,7 +50,7 @@ def planned_task(task: Task, plan: Plan, *, member: bool = False) -> Task:
             task,
             lambda fun, part: at_experts(fun, plan.data, functools.partial(_groups, rules, part)),
         )
-    if task.coupled and plan.data > 1:
+    if task.coupled and plan.data > 1 and not is_apart(task, plan):
         states = 2 if task.stateful else 1
         groups = functools.partial(_groups, rules, "") if plan.splits_experts else None
         # What of a loss leaves rows apart is run once, for all plans that trace it alike.
@@ -92,7 +93,30 @@ def make_backend(
             f"microbatches={plan.most_microbatches}."
         )
     task = planned_task(task, plan)
-    if not needs_partitioner(task, plan):
+    if not is_apart(task, plan):
+        return _backend(task, optimizer, plan, mesh, batch)
+    at_once = dataclasses.replace(plan, microbatches=1)
+    direct = functools.partial(_backend, task, optimizer, at_once, mesh, batch)
+    of_outputs = weighted_batch(task, plan, batch)
+    inner = _backend(weighted_task(task), optimizer, plan, mesh, of_outputs, couples=True)
+    whole = isinstance(inner, PipelinedBackend)
+    return ApartBackend(task, optimizer, plan, mesh, inner, direct, whole=whole)
+
+
+def _backend(
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    plan: Plan,
+    mesh: Mesh,
+    batch: PyTree,
+    *,
+    couples: bool = False,
+) -> Backend:
+    """Return the backend for a task that `planned_task` returned, as `make_backend`.
+
+    `couples`: whether another part of the step couples the examples of all devices.
+    """
+    if not (needs_partitioner(task, plan) or (couples and plan.data > 1)):
         # A plan that splits only the batch runs the task's functions unchanged: XLA may fuse them.
         return ReplicatedBackend(task, optimizer, plan, platform=platform_of(mesh))
     rows = microbatch(batch, plan, coupled=task.coupled)
