@@ -124,7 +124,8 @@ def accumulate_with_last(
             # before the backward pass of those before it.
             total = jax.lax.optimization_barrier(total)
             leaves, structure = jax.tree.flatten(final)
-            by = pick_dependency(jax.tree.leaves(total))
+            # By a gradient: these come last, and all are read. Sums of losses may not be.
+            by = pick_dependency(jax.tree.leaves(total)[::-1])
             final = jax.tree.unflatten(structure, order_after(leaves, by))
         return last(total, state, final)
 
