@@ -401,6 +401,31 @@ def test_optimizers_that_read_all_layers(x64, name, layers):
     assert models.max_rel_error(program.to_canonical(state).params, params) < 1e-10
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_zero_where_neither_layers_nor_dims_divide(x64, zero):
+    """Three layers on two stages, and biases of three numbers on two devices of `data`."""
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 3))}
+
+    def matrix(key):
+        return jax.random.normal(key, (3, 3), jnp.float64)
+
+    task = px.stack(
+        embed=(matrix, lambda w, batch, keys: batch["x"] @ w),
+        block=(lambda key: matrix(key)[0], lambda b, x, batch, keys: x + jnp.tanh(x + b[None])),
+        head=(matrix, lambda w, x, batch, keys: jnp.sum((x @ w) ** 2, 1)),
+        depth=3,
+    )
+    rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    program = px.compile(task, rule, px.Plan(data=2, pipeline=2, zero=zero), batch)
+    state = program.init(seed=1)
+    params = program.to_canonical(state).params
+    grads = jax.grad(lambda params: task.loss(params, batch, None).mean())(params)
+    updates, _ = rule.update(grads, rule.init(params), params)
+    state, _ = program.step(state, batch)
+    updated = optax.apply_updates(params, updates)
+    assert models.max_rel_error(program.to_canonical(state).params, updated) < 1e-10
+
+
 def test_bfloat16_parameters_of_one_stage():
     """Their gradients are summed in float32, and so is the norm of these sums."""
     batch = {"x": np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)}

@@ -154,6 +154,23 @@ def test_resharding_never_costs_more_than_gathering_all(source, target):
     assert wire_bytes(moves) <= wire_bytes(whole)
 
 
+@pytest.mark.parametrize("partial", [(), ("b",)], ids=["whole", "partial"])
+def test_two_dims_that_devices_do_not_divide_are_both_padded(partial):
+    shape, target = (5, 3), TensorSharding.of("a", "b")
+    source = TensorSharding(((), ()), frozenset(partial))
+    moves = plan_reshard(source, target, shape, 4, AXES)
+    whole = np.arange(15, dtype=np.float32).reshape(shape)
+    run = jax.shard_map(
+        lambda array: apply_moves(array, shape, source, moves, AXES),
+        mesh=mesh_of(AXES.mesh), in_specs=TensorSharding.replicated(2).spec,
+        out_specs=target.spec, check_vma=False,
+    )  # fmt: skip
+    padded = np.pad(whole * (AXES.size(partial) if partial else 1), ((0, 1), (0, 1)))
+    np.testing.assert_array_equal(jax.jit(run)(whole), padded)
+    back = plan_reshard(target, TensorSharding.replicated(2), shape, 4, AXES)
+    assert {move.kind for move in back} == {"all-gather"}
+
+
 def test_a_dim_that_changes_its_axis_is_not_gathered_whole():
     """The case in which a compiler makes the whole tensor on every device."""
     moves = plan_reshard(

@@ -221,11 +221,11 @@ def _fits(
 ) -> bool:  # fmt: skip
     """Whether the shards divide a dim, or it may be padded.
 
-    Padding is possible only in the target's dims, and for a dim that is split at once, by `added`:
-    shards of shards would have other entries.
+    Padding is possible only of a dim as the target splits it, and that is split at once, by
+    `added`: shards of shards would have other entries.
     """
     return shape[dim] % sharding.num_shards(dim, sizes) == 0 or (
-        sharding.dims[dim] == added and sharding.dims == target.dims
+        sharding.dims[dim] == added == target.dims[dim]
     )
 
 
