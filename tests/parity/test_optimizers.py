@@ -5,6 +5,7 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from tests import models, optimizers
@@ -136,6 +137,9 @@ WANTING = {
         r"grad_fn must be provided.*opaque_mode=False",
     ),
     "sophia": (optax.contrib.sophia(1e-2), "obj_fn must be provided.*Hessian"),
+    "gradients of examples": (
+        optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0),
+        r"takes the gradient of each example.*Clip in the loss: .*optax.add_noise"),
     "two sets of parameters": (
         optax.lookahead(optax.sgd(0.1), 5, 0.5), "optax.lookahead takes parameters as pairs.*Ema"),
     "a state of another form": (
@@ -150,6 +154,42 @@ def test_an_optimizer_that_cannot_run_says_so(name, plan):
     optimizer, message = WANTING[name]
     with pytest.raises(px.errors.TaskError, match=message):
         px.compile(models.mlp_task(), optimizer, plan, models.data(8))
+
+
+def halving(begin):
+    """Counts from a Python number on, and halves a rate that is one."""
+
+    def update(grads, state, params=None):
+        new = {"count": state["count"] + 1, "rate": 0.5 * state["rate"]}
+        return jax.tree.map(lambda g: -state["rate"] * g, grads), {**state, **new}
+
+    return optax.GradientTransformation(lambda params: begin, update)
+
+
+@pytest.mark.parametrize("members", [None, px.Members(2)], ids=["alone", "members"])
+@pytest.mark.parametrize("begins", ["init", "params"])
+def test_a_state_may_begin_with_numbers(members, begins):
+    batch = models.data(8)
+    plan = px.Plan() if members else px.Plan(data=2, zero=1)
+    begin = {"count": 0, "rate": 0.25, "row": np.zeros(2, np.float32)}
+    program = px.compile(models.mlp_task(), halving(begin), plan, batch, members=members)
+    state = program.init()
+    if begins == "params" and not members:
+        state = program.init(params=program.to_canonical(state).params)
+    for _ in range(2):
+        state, _ = program.step(state, batch)
+    assert jnp.all(state.opt_state["count"] == 2)
+    assert jnp.all(state.opt_state["rate"] == 0.0625)
+    assert state.opt_state["count"].dtype == jnp.int32
+
+
+def test_a_state_that_is_no_array_says_so():
+    message = r"a str at 'opt_state/mode'.*arrays and numbers alone.*close over it"
+    with pytest.raises(px.errors.TaskError, match=message):
+        px.compile(
+            models.mlp_task(), halving({"count": 0, "rate": 1.0, "mode": "fast"}), px.Plan(),
+            models.data(8),
+        )  # fmt: skip
 
 
 def test_a_chain_around_one_that_takes_no_value():

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import PyTree
 
@@ -36,9 +37,24 @@ def new_state(
     check_trained(trained(task.frozen, params))
     zero = jnp.zeros((), jnp.int32)
     opt_state = optimizer.init(trained(task.frozen, params))
-    state = TrainState(zero, params, opt_state, model_state, run_key, zero)
-    # Strip weak types: a weakly typed leaf would change dtype in the first step and recompile.
-    return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), state)
+    return _arrays(TrainState(zero, params, opt_state, model_state, run_key, zero))
+
+
+def _arrays(state: TrainState) -> TrainState:
+    """Return a state whose numbers are arrays, as those are that a step returns.
+
+    Without weak types: a weakly typed leaf would change dtype in the first step and recompile.
+    Raises `TaskError` for a leaf that is no array and no number.
+    """
+    for path, leaf in tree.named_leaves(state).items():
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+            raise errors.TaskError(
+                f"the state begins with a {type(leaf).__name__} at {path!r}, and a state has "
+                "arrays and numbers alone. Keep the rest out of what init returns: close over it."
+            )
+    strong = [jnp.asarray(leaf) for leaf in jax.tree.leaves(state)]
+    strong = [jax.lax.convert_element_type(leaf, leaf.dtype) for leaf in strong]
+    return jax.tree.unflatten(jax.tree.structure(state), strong)
 
 
 def replace_params(
@@ -51,7 +67,7 @@ def replace_params(
     """
     check_state(dataclasses.replace(state, params=params), state)
     opt_state = jax.jit(optimizer.init)(trained(task.frozen, params))
-    return dataclasses.replace(state, params=params, opt_state=opt_state)
+    return _arrays(dataclasses.replace(state, params=params, opt_state=opt_state))
 
 
 def initial(task: Task, key: Any) -> tuple[PyTree, PyTree]:

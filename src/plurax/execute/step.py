@@ -63,6 +63,13 @@ def whole_update(optimizer: optax.GradientTransformation, frozen: Sequence[str] 
                     "(optax.LookaheadParams), and a task has one set. Train with its fast "
                     "optimizer; plurax.callbacks.Ema averages the parameters over the steps."
                 ) from error
+            if "batch dimension in the 0th axis" in str(error):
+                raise errors.TaskError(
+                    "the optimizer takes the gradient of each example (optax.contrib.dpsgd), and "
+                    "its update receives that of the mean loss. Clip in the loss: return the sum "
+                    "of the parameters times jax.lax.stop_gradient of their clipped gradient; "
+                    "optax.add_noise adds the noise in the optimizer."
+                ) from error
             if wanted := _WANTED.search(str(error)):
                 raise errors.TaskError(
                     "the optimizer's update needs arguments that plurax does not pass "
