@@ -401,6 +401,83 @@ def test_optimizers_that_read_all_layers(x64, name, layers):
     assert models.max_rel_error(program.to_canonical(state).params, params) < 1e-10
 
 
+def repeated(x, p):
+    """Something of parameters alone, for each example of a batch."""
+    return jnp.broadcast_to(jnp.tanh(p), (x.shape[0], *p.shape))
+
+
+def with_latents():
+    """An embedding of parameters alone, which the layers show the rows."""
+    return {
+        "embed": (lambda key: normal(key, 3, 4), lambda p, b, keys: repeated(b["x"], p)),
+        "block": (
+            lambda key: {"x": normal(key, 4, 4), "b": normal(key, 3, 4)},
+            lambda p, x, b, keys: x + jnp.tanh(x @ p["x"]) * (b["x"] @ p["b"])[:, None],
+        ),
+        "head": (lambda key: normal(key, 4), lambda p, x, b, keys: ((x @ p) ** 2).sum(1)),
+    }
+
+
+def with_biases():
+    """A bias for all layers, as T5 has it, and gains that each layer passes to the next."""
+    return {
+        "embed": (
+            lambda key: {"x": normal(key, 3, 4), "bias": normal(key, 4)},
+            lambda p, b, keys: {
+                "x": b["x"] @ p["x"],
+                "bias": repeated(b["x"], p["bias"]),
+                "gain": jnp.ones((b["x"].shape[0], 4), jnp.float64),
+            },
+        ),
+        "block": (
+            lambda key: {"x": normal(key, 4, 4), "gain": normal(key, 4)},
+            lambda p, x, b, keys: {
+                "x": jnp.tanh(x["x"] @ p["x"] * x["gain"] + x["bias"]),
+                "bias": x["bias"],
+                "gain": repeated(b["x"], p["gain"]),
+            },
+        ),
+        "head": (
+            lambda key: normal(key, 4),
+            lambda p, x, b, keys: ((x["x"] + x["gain"]) @ p - 1) ** 2,
+        ),
+    }
+
+
+def normal(key, *shape):
+    return jax.random.normal(key, shape, jnp.float64)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        px.Plan(data=2, pipeline=2),
+        px.Plan(data=2, pipeline=2, microbatches=2, zero=3, schedule="zb-h1"),
+        px.Plan(pipeline=2, tensor=2, shardings={"*": (..., "tensor")}),
+    ],
+    ids=lambda plan: plan.sizes_text(),
+)
+@pytest.mark.parametrize("parts", [with_latents, with_biases])
+def test_what_a_stage_passes_on_of_parameters_alone(x64, parts, plan):
+    """It is the same for all rows, and its gradient is added up over those of all devices."""
+    parts, depth = parts(), 4
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 3))}
+
+    def loss(params):
+        x = parts["embed"][1](params["embed"], batch, None)
+        for layer in range(depth):
+            own = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
+            x = parts["block"][1](own, x, batch, None)
+        return parts["head"][1](params["head"], x, batch, None).mean()
+
+    program = px.compile(px.stack(**parts, depth=depth), optax.sgd(0.1), plan, batch)
+    state = program.init(seed=1)
+    params = program.to_canonical(state).params
+    state, _ = program.step(state, batch)
+    updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+    assert models.max_rel_error(program.to_canonical(state).params, updated) < 1e-10
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_zero_where_neither_layers_nor_dims_divide(x64, zero):
     """Three layers on two stages, and biases of three numbers on two devices of `data`."""

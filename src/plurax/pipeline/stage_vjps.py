@@ -22,6 +22,7 @@ Boundaries and residuals are `PackedValues`, which read and write them in flat b
 All layers share one `StageVjp`: the executor runs it in a loop over the stage's layers.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from plurax.partition.partitioner import Partitioner
-from plurax.partition.values import ShardedValue, shard_of_rows
+from plurax.partition.values import ShardedValue, shard_of_rows, zero_axes
 from plurax.pipeline.packing import Packing
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.stage_values import PackedValues, StageParams, replicated_value
@@ -139,7 +140,23 @@ class StageVjps:
         if last:
             self.aux = aux[: len(aux) - len(stage_fn.writes)]
             self.aux_structure = jax.tree.structure(vjp.aux[0] if stage_fn.writes else vjp.aux)
-        return y, vjp.y
+        return self._of_batch(y), vjp.y
+
+    def _of_batch(self, values: Values) -> Values:
+        """Return the specs of values as those of the batch, which a boundary's are.
+
+        What is computed from parameters alone, such as latents repeated for each example, does not
+        depend on a device's rows, but its cotangent does, and has the same spec.
+        """
+        with self.partitioner.planning():
+            whole = [
+                self.partitioner.move(value, value.sharding.without(zero_axes(value)))
+                if value.is_param
+                else value
+                for value in values
+            ]
+        varying = self._joint is None
+        return [dataclasses.replace(value, data_varying=varying, is_param=False) for value in whole]
 
     def _plan_layer(self, x: Values, like: Any, rows: Values) -> Values:
         """Differentiate a layer, at the first stage that has one; return its output."""
@@ -157,12 +174,12 @@ class StageVjps:
         # output, and find the residuals for an input in that sharding.
         with self.partitioner.planning():
             y, _, _ = vjp.forward(inputs, (), keep=False)
-            shardings = [value.sharding for value in y]
+            shardings = [value.sharding for value in self._of_batch(y)]
             pairs = zip(x, shardings, strict=True)
             x = [self.partitioner.move(value, sharding) for value, sharding in pairs]
             y, _, residuals = vjp.forward(inputs._replace(x=x), shardings, keep=self.backward)
         self.layer_residuals = PackedValues(residuals)
-        return y
+        return self._of_batch(y)
 
     def _layer_inputs(self, x: Values, rows: Values) -> Inputs:
         """Return the specs of a layer's inputs."""
