@@ -478,6 +478,29 @@ def test_what_a_stage_passes_on_of_parameters_alone(x64, parts, plan):
     assert models.max_rel_error(program.to_canonical(state).params, updated) < 1e-10
 
 
+def test_zero_3_gathers_what_a_stage_repeats_and_recomputes(x64):
+    """Latents are repeated in a stage, and again for the gradient of the weight that they meet."""
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 3))}
+
+    def init(key):
+        first, second, third = jax.random.split(key, 3)
+        return {"of": normal(first, 2, 4), "w": normal(second, 4, 4), "x": normal(third, 3, 4)}
+
+    def loss(boundary, params, batch, keys):
+        latents = repeated(batch["x"], params["of"])
+        x = jnp.tanh(latents @ params["w"] + (batch["x"] @ params["x"])[:, None])
+        return (jnp.tanh(boundary(x)) ** 2).sum((1, 2))
+
+    task = px.Task(init=init, loss=functools.partial(loss, px.pipeline.stage_boundary))
+    program = px.compile(task, optax.sgd(0.1), px.Plan(data=2, pipeline=2, zero=3), batch)
+    state = program.init(seed=1)
+    params = program.to_canonical(state).params
+    state, _ = program.step(state, batch)
+    grads = jax.grad(lambda params: loss(lambda x: x, params, batch, None).mean())(params)
+    updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    assert models.max_rel_error(program.to_canonical(state).params, updated) < 1e-10
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_zero_where_neither_layers_nor_dims_divide(x64, zero):
     """Three layers on two stages, and biases of three numbers on two devices of `data`."""

@@ -327,11 +327,23 @@ class Partitioner(Resharder):
         results = []
         for atom, versions in zip(eqn.invars, _with_whole(inputs, ready), strict=True):
             versions = versions if self._may_stay_split(versions) else self._without_data(versions)
-            stays = versions.deferred is not None or not split_by_zero(versions.value)
-            if not (stays or self._may_stay_split(versions)):
-                versions = ValueVersions(self._gathered(atom, versions.value, after))
-            results.append(versions)
+            stays = self._may_stay_split(versions)
+            results.append(versions if stays else self._whole(atom, versions, after))
         return results
+
+    def _whole(
+        self, atom: Any, versions: ValueVersions, after: tuple[Any, Array] | None
+    ) -> ValueVersions:
+        """Return a value that is not split over `data`; of one that is repeated, what is."""
+        deferred = versions.deferred
+        if deferred is None:
+            split = split_by_zero(versions.value)
+            return ValueVersions(self._gathered(atom, versions.value, after)) if split else versions
+        if not (deferred.repeats and deferred.is_param and deferred.free is not None):
+            return versions
+        sources = (self._whole(atom, deferred.sources[0], after),)
+        free = deferred.free.without(REPLICAS)
+        return ValueVersions(dataclasses.replace(deferred, sources=sources, free=free))
 
     def _gathered(
         self, atom: Any, value: ShardedValue, after: tuple[Any, Array] | None
