@@ -25,6 +25,7 @@ from tests.zoo.test_zoo import task as zoo_task
 import plurax as px
 from plurax.analysis import estimate as estimates
 from plurax.machine_fields import Level
+from plurax.planner.costs import update_bytes
 from plurax.planner.experts import in_proportion, is_expert, machines_of_kinds, used_devices
 from plurax.planner.sizes import Sizes
 
@@ -273,6 +274,8 @@ def test_what_experts_try(sizes, wanted):
 
 
 H100 = px.Machine.preset("8xH100-80GB")
+ALONE = {"data": 1, "pipeline": 1, "microbatches": 1, "zero": 0, "remat": "none"}
+ALONE |= {"schedule": "1f1b"}
 
 
 def biased():
@@ -340,6 +343,125 @@ def test_no_shardings_by_hand_are_faster_in_stages(network, sizes):
     pinned = sizes | {"shardings": annotated}
     found = px.search(task, optimizer, batch, H100, pinned=pinned, count=1, memory=1e15)
     assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9)
+
+
+def language_model(width, tokens, rows, depth, *, fused):
+    """A GPT with learned positions and a head of its own; queries, keys, values apart or fused."""
+    heads, words = width // 64, 8 * width
+    shapes = {"up": (width, 4 * width), "down": (4 * width, width), "o": (heads, 64, width)}
+    shapes |= {"qkv": (width, 3, heads, 64)} if fused else {}
+    shapes |= {} if fused else dict.fromkeys("qkv", (width, heads, 64))
+
+    shapes |= {"first": (width,), "second": (width,)}
+
+    def norm(x, gain):
+        return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5) * gain[None, None]
+
+    def embed(params, batch, keys):
+        return params["table"][batch["x"]] + params["position"][None]
+
+    def block(params, x, batch, keys):
+        normed = norm(x, params["first"])
+        if fused:
+            every = jnp.einsum("btw,wchd->btchd", normed, params["qkv"])
+            q, k, v = (every[:, :, index] for index in range(3))
+        else:
+            q, k, v = (jnp.einsum("btw,whd->bthd", normed, params[name]) for name in "qkv")
+        hidden = jnp.arange(tokens)[:, None] < jnp.arange(tokens)[None]
+        scores = jnp.where(hidden[None, None], -1e9, jnp.einsum("bthd,bshd->bhts", q, k) / 8)
+        mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+        x = x + jnp.einsum("bthd,hdw->btw", mixed, params["o"])
+        return x + jax.nn.gelu(norm(x, params["second"]) @ params["up"]) @ params["down"]
+
+    def head(params, x, batch, keys):
+        logits = norm(x, params["gain"]) @ params["out"]
+        right = jnp.take_along_axis(logits, batch["y"][..., None], -1)[..., 0]
+        return (jax.nn.logsumexp(logits, -1) - right).mean(-1)
+
+    embedding = {"table": jnp.zeros((words, width)), "position": jnp.zeros((tokens, width))}
+    task = px.stack(
+        embed=(lambda key: embedding, embed),
+        block=(lambda key: {name: jnp.zeros(shape) for name, shape in shapes.items()}, block),
+        head=(lambda key: {"gain": jnp.ones(width), "out": jnp.zeros((width, words))}, head),
+        depth=depth,
+    )
+    batch = {name: jax.ShapeDtypeStruct((rows, tokens), jnp.int32) for name in "xy"}
+    rules = {"*/up": (..., "tensor"), "*/down": (None, "tensor", None)}
+    rules |= {"*/o": (None, "tensor", None, None)}
+    if not fused:
+        return task, batch, rules | {"*/[qkv]": (None, None, "tensor", None)}
+    rules |= {"*/qkv": (..., "tensor", None), "embed/table": (None, "tensor")}
+    return task, batch, rules | {"head/out": (None, "tensor")}
+
+
+def long_short_term(width, tokens, rows):
+    """Two LSTMs, one on the other, whose cells are split by their numbers, and a head by words."""
+    words, square = 8 * width, (2, width, 4, width)
+
+    def init(key):
+        shapes = {"table": (words, width), "out": (width, words), "inside": square, "again": square}
+        return {name: jnp.zeros(shape) for name, shape in shapes.items()}
+
+    def loss(params, batch, keys):
+        x = params["table"][batch["x"]]
+        for layer in range(2):
+            again = params["again"][layer]
+
+            def cell(carry, sums, again=again):
+                short, long = carry
+                sums = sums + jnp.einsum("bw,wcd->bcd", short, again)
+                first, second, third, new = (sums[:, gate] for gate in range(4))
+                long = jax.nn.sigmoid(first) * long + jax.nn.sigmoid(second) * jnp.tanh(new)
+                short = jax.nn.sigmoid(third) * jnp.tanh(long)
+                return (short, long), short
+
+            sums = jnp.einsum("btw,wcd->tbcd", x, params["inside"][layer])
+            start = jnp.zeros((x.shape[0], width), x.dtype)
+            x = jax.lax.scan(cell, (start, start), sums)[1].transpose(1, 0, 2)
+        logits = x @ params["out"]
+        right = jnp.take_along_axis(logits, batch["y"][..., None], -1)[..., 0]
+        return (jax.nn.logsumexp(logits, -1) - right).mean(-1)
+
+    batch = {name: jax.ShapeDtypeStruct((rows, tokens), jnp.int32) for name in "xy"}
+    rules = {"inside": (..., "tensor"), "again": (..., "tensor"), "out": (None, "tensor")}
+    return px.Task(init=init, loss=loss), batch, rules
+
+
+BY_HAND = {
+    # Each device starts kernels for its share of the tokens, and more where rows are looked up.
+    "tokens": (functools.partial(language_model, 256, 128, 16, 4, fused=False),
+               px.Machine.preset("8xTPU-v5p"), {"context": 2, "tensor": 2, "stream": 128}),
+    # A few positions that are split by tokens would split all that follows.
+    "stages": (functools.partial(language_model, 1024, 512, 32, 8, fused=True),
+               H100, {"pipeline": 2, "tensor": 4, "microbatches": 4}),
+    # What is reduced over `tensor` is sent while a device computes.
+    "hidden": (functools.partial(long_short_term, 1024, 64, 64), H100, {"tensor": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden", *(pytest.param(one, marks=pytest.mark.ci) for one in ("tokens", "stages"))]
+)
+def test_no_shardings_by_hand_are_faster(name):
+    network, machine, sizes = BY_HAND[name]
+    task, batch, rules = network()
+    optimizer, sizes = optax.adam(1e-3), ALONE | sizes
+    by_hand = px.estimate(task, optimizer, px.Plan(**sizes, shardings=rules), batch, machine)
+    found = px.search(task, optimizer, batch, machine, pinned=sizes, count=1, memory=1e15)
+    assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9)
+
+
+@pytest.mark.ci
+def test_what_stages_alone_have_takes_longer_to_update():
+    """Of a stage they are packed: taken out of a buffer, put back, and chosen; of all, added up."""
+    task, batch, _, _ = uneven_widths()
+    size = 4 * sum(2 * 1024 * width for width in (1024, 1024, 8192, 1024))  # the largest stage
+    for optimizer, kept in ((optax.sgd(0.1), 0), (optax.sgd(0.1, momentum=0.9), size)):
+        plan = px.Plan(pipeline=2, microbatches=2)
+        estimated = px.estimate(task, optimizer, plan, batch, H100).update.traffic
+        least = H100.traffic_seconds(update_bytes(size, kept, 1, 0, packed=True))
+        assert least <= estimated * (1 + 1e-9) <= 1.25 * least
+        assert H100.traffic_seconds(update_bytes(size, kept, 1, 0)) < 0.5 * estimated
 
 
 @pytest.mark.ci

@@ -41,6 +41,7 @@ from plurax.pipeline.schedule import SCHEDULES, named, splits_backward
 from plurax.plan import Plan, Precision, Remat, chunks_of
 from plurax.planner.costs import (
     REDUCTION,
+    Home,
     TimeCosts,
     held_bytes,
     least_together,
@@ -134,18 +135,12 @@ def model_of(
     depth = task.stack.depth if task.stack else 0
     marked, activations = _boundaries(graph.traced.jaxpr, depth)
     return Model(
-        like,
-        totals,
-        parameters=parameters,
+        like, totals, parameters=parameters,
         optimizer=int(tree.byte_count(like.opt_state) * parameters / max(every, 1)),
-        tied=tied_bytes(task, like.params),
-        activations=activations,
-        batch_size=leading_dim(batch),
-        layers=depth or 1 + marked,
-        precision=precision,
-        names=activation_names(annotations_in(graph.traced.jaxpr)),
-        coupled=task.coupled,
-    )
+        tied=tied_bytes(task, like.params), activations=activations, batch_size=leading_dim(batch),
+        layers=depth or 1 + marked, precision=precision,
+        names=activation_names(annotations_in(graph.traced.jaxpr)), coupled=task.coupled,
+    )  # fmt: skip
 
 
 def _is_over_data(path: str, rules: Sequence[tuple[str, tuple[Any, ...]]]) -> bool:
@@ -184,6 +179,25 @@ def tied_bytes(task: Task, parameters: PyTree) -> int:
     """Return the bytes of the parameters that the embedding and the head of a stack share."""
     names = task.stack.tied if task.stack else ()
     return sum(tree.byte_count(parameters["embed"][name]) for name in names)
+
+
+def homes_of(task: Task, parameters: PyTree, pipeline: int) -> dict[str, Home]:
+    """Return the homes of the parameters that not all stages of a pipeline have.
+
+    Those of a stack's embedding are on one stage, those of its head on another: the larger of both
+    takes all the time, and is as much as both together take on the average where they are equal.
+    Those that both have, `tied`, all devices update. Parts between boundaries are equal.
+    """
+    sizes = {path: tree.byte_count(leaf) for path, leaf in tree.named_leaves(parameters).items()}
+    if pipeline == 1 or task.stack is None:
+        return {} if pipeline == 1 else dict.fromkeys(sizes, (1.0, True))
+    tied, homes = {f"embed/{name}" for name in task.stack.tied}, dict[str, Home]()
+    parts = [[path for path in sizes if path.startswith(f"{part}/")] for part in ("embed", "head")]
+    every = sum(sizes[path] for path in itertools.chain(*parts))
+    for part in parts:
+        share = sum(sizes[path] for path in part) / max(every, 1)
+        homes |= dict.fromkeys(part, (pipeline * share, True))
+    return homes | dict.fromkeys(tied, (float(pipeline), False))
 
 
 def _boundaries(jaxpr: Any, depth: int) -> tuple[int, int]:
@@ -450,29 +464,21 @@ class _Bounds:
     def _between_stages_once(
         self, data: int, tensor: int, schedule: Any, pipeline: int, microbatches: int, chunks: int
     ) -> float:
+        # Of `tensor`, each device may send its part.
+        activations = self._model.activations / (data * microbatches * tensor)
+        ticks = ticks_of_step(schedule, pipeline, microbatches, chunks)
         return pipeline_seconds(
-            self._machine,
-            # Of `tensor`, each device may send its part.
-            self._model.activations / (data * microbatches * tensor),
-            self._model.tied / tensor,
-            ticks_of_step(schedule, pipeline, microbatches, chunks),
-            pipeline,
-            stride=tensor,
-            mesh_devices=data * pipeline * tensor * self._pinned.member,
-        )
+            self._machine, activations, self._model.tied / tensor, ticks, pipeline,
+            stride=tensor, mesh_devices=data * pipeline * tensor * self._pinned.member,
+        )  # fmt: skip
 
     def _over_data_once(self, data: int, shards: int, zero: int, microbatches: int) -> float:
+        gathered = 0.5 if self._model.precision == "bfloat16" else 1.0
         return reduction_seconds(
-            self._machine,
-            self._model.parameters / shards,
-            data,
-            zero,
-            microbatches,
-            stride=shards,
-            mesh_devices=data * shards * self._pinned.member,
-            gathered=0.5 if self._model.precision == "bfloat16" else 1.0,
-            reduced=self._reduced,
-        )
+            self._machine, self._model.parameters / shards, data, zero, microbatches,
+            stride=shards, mesh_devices=data * shards * self._pinned.member,
+            gathered=gathered, reduced=self._reduced,
+        )  # fmt: skip
 
 
 def _waiting(sizes: Sizes, totals: StepTotals, layers: int) -> float:

@@ -51,19 +51,29 @@ def reshard_steps(
     return plan_reshard(source, target, tensor.shape, tensor.itemsize, axes)
 
 
+Home = tuple[float, bool]
+"""Of a parameter that not all stages of a pipeline have: its seconds on the devices that have most
+of such parameters, by those of a device on the average; and whether it is packed into a buffer."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TimeCosts:
     """What the solver minimises: seconds on a machine. A cost of infinity forbids.
 
     **Fields:** `machine`; `plan`, of which `data`, `zero`, `microbatches` and `pipeline` count;
     `state_ratios`, for each parameter the bytes of its optimizer state by its own bytes; `exposed`,
-    the share of a collective's seconds in which a device computes nothing.
+    the share of a collective's seconds in which a device computes nothing; `homes`, of parameters
+    that not all stages have (`plurax.planner.candidates.homes_of`).
+
+    A graph is of all tokens. Where `context` splits these, seconds are of as many devices together:
+    each starts kernels, and updates parameters.
     """
 
     machine: Machine
     plan: Plan = dataclasses.field(default_factory=Plan)
     state_ratios: Mapping[str, float] = dataclasses.field(default_factory=dict)
     exposed: float = 1.0
+    homes: Mapping[str, Home] = dataclasses.field(default_factory=dict)
 
     @property
     def scale(self) -> float:
@@ -73,13 +83,14 @@ class TimeCosts:
     def strategy(self, graph: Graph, node: Node, strategy: ShardStrategy) -> float:
         """Return the seconds of a node in one step."""
         if node.kind == "parameter":
-            return sum(self.parameter(graph, node.path, strategy.outputs[0]))
+            return self.plan.context * sum(self.parameter(graph, node.path, strategy.outputs[0]))
         seconds = self.machine.traffic_seconds(strategy.traffic)
-        if strategy.product is not None:
-            # Other equations mostly run in the kernel of a product or of each other.
-            seconds = self.machine.start_seconds + product_seconds(
-                self.machine, strategy.product, strategy.dtype, strategy.traffic
-            )
+        # Other equations mostly run in the kernel of a product or of each other.
+        starts = _LOOKED_UP if _looks_up(node.kind, strategy) else 0
+        if (dims := strategy.product) is not None:
+            starts = 1
+            seconds = product_seconds(self.machine, dims, strategy.dtype, strategy.traffic)
+        seconds += self.plan.context * starts * self.machine.start_seconds
         for kind, over, sent in strategy.sent:
             seconds += self._collective(graph.axes, kind, sent, over)
         return node.trips * seconds
@@ -98,11 +109,10 @@ class TimeCosts:
         )
 
     def _collective(self, axes: Axes, kind: str, sent: float, over: Sequence[str]) -> float:
-        sizes, devices = axes.sizes, self._devices(axes)
+        parts, devices = self.plan.context, self._devices(axes)
+        seconds = collective_seconds(self.machine, kind, sent / parts, over, axes.sizes, devices)
         # A collective is a kernel.
-        return self.machine.start_seconds + self.exposed * collective_seconds(
-            self.machine, kind, sent, over, sizes, devices
-        )
+        return parts * (self.machine.start_seconds + self.exposed * seconds)
 
     def _devices(self, axes: Axes) -> int:
         return self.plan.data * self.plan.pipeline * axes.size(list(axes.sizes))
@@ -113,23 +123,35 @@ class TimeCosts:
         size = sharding.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
         n = plan.data
         state = size * self.state_ratios.get(path, 0.0)
-        update = self.machine.traffic_seconds(update_bytes(size, state, n, plan.zero))
-        reduction = 0.0
+        times, packed = self.homes.get(path, (1.0, False))
+        moved = update_bytes(size, state, n, plan.zero, packed=packed)
+        update, reduction = times * self.machine.traffic_seconds(moved), 0.0
         if n > 1:
             # ZeRO-3 gathers parameters as they are computed with.
             half = plan.precision == "bfloat16" and tensor.itemsize > 2
-            reduction = reduction_seconds(
-                self.machine,
-                size,
-                n,
-                plan.zero,
-                plan.most_microbatches,
+            reduction = times * reduction_seconds(
+                self.machine, size, n, plan.zero, plan.most_microbatches,
                 stride=plan.pipeline * graph.axes.size(list(graph.axes.sizes)),
                 mesh_devices=self._devices(graph.axes),
                 gathered=2 / tensor.itemsize if half else 1.0,
                 reduced=reduced_share(plan, self.machine, tensor.itemsize),
-            )
+            )  # fmt: skip
         return update, reduction
+
+
+_LOOKED_UP = 6
+"""Kernels that compute which indices are of a device's shard, and hide the others, at the least: a
+GPT whose words are split starts fourteen to nineteen more for both passes."""
+
+
+def _looks_up(kind: str, strategy: ShardStrategy) -> bool:
+    """Whether rows are looked up in a dim that is split, or added to one."""
+    if kind == "gather":
+        return bool(strategy.outputs[0].partial - strategy.inputs[0].partial)
+    if kind == "scatter-add":
+        split = {axis for axes in strategy.inputs[0].dims for axis in axes}
+        return not split.issubset(axis for axes in strategy.inputs[2].dims for axis in axes)
+    return False
 
 
 def sends_meanwhile(machine: Machine) -> bool:
@@ -142,14 +164,19 @@ def least_together(machine: Machine, computing: float, sending: float) -> float:
     return max(computing, sending) if sends_meanwhile(machine) else computing + sending
 
 
-def update_bytes(params: float, state: float, data: int, zero: int) -> float:
+def update_bytes(
+    params: float, state: float, data: int, zero: int, *, packed: bool = False
+) -> float:
     """Return the bytes that the update of parameters moves on one device.
 
-    It reads and writes the parameters and their optimizer state, and reads the gradients.
+    It reads and writes the parameters and their optimizer state, and reads the gradients. Those of
+    a stage that are `packed` into a buffer are taken out of it and put back, as a branch that only
+    this stage takes, and what it returns is chosen where the loss is finite.
 
     **Arguments:** `params` and `state`, the bytes of each on one device without ZeRO.
     """
-    return (3 * params + 2 * state) / (data if zero else 1)
+    own, kept = (9, 7) if packed else (3, 2)
+    return (own * params + kept * state) / (data if zero else 1)
 
 
 def reduced_share(plan: Plan, machine: Machine, itemsize: int) -> float:

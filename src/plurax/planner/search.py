@@ -53,6 +53,7 @@ from plurax.planner.candidates import (
     CandidatePlan,
     Model,
     candidates,
+    homes_of,
     model_of,
     tensor_rows,
 )
@@ -187,8 +188,10 @@ def _search_on(machine: Machine, wanted: Wanted, effort: Effort) -> Found:
     if not every:
         raise nothing_agrees(model, machine, pinned, fields)
     ratios = state_ratios(optimizer, model.like.params)
+    homes = functools.cache(functools.partial(homes_of, task, model.like.params))
     shardings = TensorSearch(
-        task, like, lambda plan: TimeCosts(machine, plan, ratios), ratios, machine, limit,
+        task, like, lambda plan: TimeCosts(machine, plan, ratios, homes=homes(plan.pipeline)),
+        ratios, machine, limit,
         model.activations, functools.partial(tokens_of_parameters, whole, like, pinned),
     )  # fmt: skip
     run = _Search(whole, optimizer, like, machine, model, limit, shardings, effort)
@@ -196,20 +199,12 @@ def _search_on(machine: Machine, wanted: Wanted, effort: Effort) -> Found:
     if not run.ranked:
         raise nothing_fits(limit, run.refused)
     return Found(
-        machine=machine,
-        memory=limit,
-        ranked=tuple(run.ranked[: wanted.count]),
-        slower=(*run.ranked[wanted.count :], *run.slower),
-        refused=tuple(run.refused),
-        over=max(run.over - _NEAREST, 0),
-        candidates=len(every),
-        least_left=run.least_left,
-        least_expected=run.least_expected,
-        evaluations=effort.spent,
-        stopped=effort.stopped,
-        seconds=0.0,
-        shardings=shardings,
-    )
+        machine=machine, memory=limit, ranked=tuple(run.ranked[: wanted.count]),
+        slower=(*run.ranked[wanted.count :], *run.slower), refused=tuple(run.refused),
+        over=max(run.over - _NEAREST, 0), candidates=len(every), least_left=run.least_left,
+        least_expected=run.least_expected, evaluations=effort.spent, stopped=effort.stopped,
+        seconds=0.0, shardings=shardings,
+    )  # fmt: skip
 
 
 def _of_one_member(wanted: Wanted) -> Wanted:
@@ -491,21 +486,20 @@ class _Search:
         self.ranked, self.slower = ranked[: len(self.ranked)], ranked[len(self.ranked) :]
 
     def _improved(self, best: Ranked) -> Ranked:
-        """Return a plan with the faster of its solutions, by their estimates."""
+        """Return a plan with the first of its other solutions that is faster by its estimate."""
         candidate, shardings = best.candidate, self._shardings
-        if not self._effort.allows("estimate", True) or not (other := shardings.other(candidate)):
-            return best
-        before = shardings.exactly(candidate)
-        shardings.prefer(candidate, other)
-        try:
-            with self._effort.spent_on("estimate", True):
-                plan = shardings.plan(candidate)
-                now = estimate(self._task, self._optimizer, plan, self._batch, self._machine)
-            if now.peak + now.margin <= self._limit and now.seconds < best.seconds:
-                return Ranked(candidate, plan, now, now.peak)
-        except (errors.PlanError, errors.MachineError):
-            pass
-        shardings.prefer(candidate, before)
+        for other in shardings.others(candidate):
+            if not self._effort.allows("estimate", True):
+                break
+            before = shardings.exactly(candidate)
+            shardings.prefer(candidate, other)
+            with contextlib.suppress(errors.PlanError, errors.MachineError):
+                with self._effort.spent_on("estimate", True):
+                    plan = shardings.plan(candidate)
+                    now = estimate(self._task, self._optimizer, plan, self._batch, self._machine)
+                if now.peak + now.margin <= self._limit and now.seconds < best.seconds:
+                    return Ranked(candidate, plan, now, now.peak)
+            shardings.prefer(candidate, before)
         return best
 
     def _refuse(self, candidate: CandidatePlan, why: str) -> None:

@@ -148,6 +148,8 @@ _EXPOSED = 0.25
 """The share of a collective that is not hidden, where devices send while they compute: in estimates
 of a dozen models on GPUs between nothing and a third."""
 
+_SAME = 1 + 1e-4  # of costs: no estimate of so near a solution was lower
+
 _APART = 8
 """Candidates share a solution if the rows of their microbatches differ by no larger factor."""
 
@@ -268,7 +270,8 @@ class TensorSearch:
             sent = self._between_stages(plan)
             return self._stages(plan).seconds + (once + reduction) / plan.pipeline + sent
         rows = self._share(plan, solved)
-        seconds = rows * (solved.profile.seconds - solved.starts) + solved.starts
+        starts = solved.starts * plan.context  # as costs of all tokens have them
+        seconds = rows * (solved.profile.seconds - starts) + solved.starts
         seconds *= slowest
         if self._machine is not None and sends_meanwhile(self._machine):
             # Behind the backward pass of the last microbatch, from ZeRO 2 on behind all of them.
@@ -350,18 +353,13 @@ class TensorSearch:
         rows = self._share(plan, solved)
         assert isinstance(plan.schedule, str | tuple)
         profile = solved.profile
+        # The parts between boundaries are taken to be equal.
+        depth = self._depth or sum(plan.layers or (1,) * plan.total_stages)
         return StagedModel(
-            plan.schedule,
-            plan.pipeline,
-            plan.most_microbatches,
-            plan.virtual_stages,
-            # The parts between boundaries are taken to be equal.
-            self._depth or sum(plan.layers or (1,) * plan.total_stages),
-            profile.layers.times(rows),
-            profile.embedding.times(rows),
-            profile.head.times(rows),
+            plan.schedule, plan.pipeline, plan.most_microbatches, plan.virtual_stages, depth,
+            profile.layers.times(rows), profile.embedding.times(rows), profile.head.times(rows),
             self._speeds(plan),
-        )
+        )  # fmt: skip
 
     def _slowest(self, plan: Plan) -> float:
         """Return the microbatches that the slowest device has time for while the slowest replica
@@ -390,9 +388,12 @@ class TensorSearch:
         return tuple(slowest / seconds for seconds in each)
 
     def sent_for_a_row(self, plan: Plan) -> float:
-        """Return the seconds of the collectives over `tensor` for one row of a step."""
+        """Return the seconds of the collectives over `tensor` for one row of a step.
+
+        A solution is of all tokens, of which `context` gives each device a share.
+        """
         found = self.sharded(plan)
-        return found.seconds_sent / found.rows
+        return found.seconds_sent / found.rows / plan.context
 
     def sharded(self, plan: Plan) -> Sharded:
         """Return the solution for a candidate, found now or shared with another."""
@@ -418,22 +419,35 @@ class TensorSearch:
             return self.sharded(plan)  # stages have rules only
         return self._of(plan) or self._nearest(plan, self._lean(plan), 1.0) or self._search(plan)
 
-    def other(self, plan: Plan) -> Sharded | None:
-        """Return the solution of a candidate if a quarter of each collective is exposed.
+    def others(self, plan: Plan) -> Iterator[Sharded]:
+        """Yield other solutions of a candidate, where a quarter of each collective is exposed.
 
-        None where it is the same, or where a plan has strategies. What is hidden behind computation
-        only the estimate of a program knows.
+        None where a plan has strategies and hides nothing: with remat only gradients over `data`
+        are sent meanwhile. What is hidden behind computation only the estimate of a program knows,
+        and what is fused: so of stages the first one has small parameters whole, since a residual
+        stream that a few positions split by tokens is that for all that follows.
         """
-        if plan.tensor == 1 or not _by_rules(self._task, plan):
-            return None
+        by_rules, machine = _by_rules(self._task, plan), self._machine
+        hides = plan.remat == "none" and machine is not None and sends_meanwhile(machine)
+        if plan.tensor == 1 or not (by_rules or hides):
+            return
         solved = self.exactly(plan)
         costs = dataclasses.replace(solved.costs, exposed=_EXPOSED)
-        within = self._within(solved.graph, plan, solved.pins)
-        solution = exact.solve(solved.graph, costs, solved.pins, within=within)
-        shardings = dict(solution.parameters)
-        if shardings == solved.shardings:
-            return None
-        return dataclasses.replace(solved, shardings=shardings, solution=solution, costs=costs)
+        known = [(solved.shardings, solved.strategies)]
+        for plain in (True, False) if plan.pipeline > 1 else (False,):
+            within = self._within(solved.graph, plan, solved.pins, plain=plain)
+            solution = exact.solve(solved.graph, costs, solved.pins, within=within)
+            same = Problem(solved.graph, costs).cost(solved.solution.choice)
+            if not by_rules and same <= solution.cost * _SAME:
+                break
+            other = dataclasses.replace(
+                solved, shardings=dict(solution.parameters), solution=solution, costs=costs,
+                strategies=[] if by_rules else strategies_of(solved.graph, solution),
+            )  # fmt: skip
+            said = other.shardings, other.strategies
+            if said not in known:
+                known.append(said)
+                yield other
 
     def prefer(self, plan: Plan, solved: Sharded) -> None:
         """Let a candidate have this solution, whatever layers its stages have."""
@@ -473,23 +487,28 @@ class TensorSearch:
         )
         return plan.tensor > 1 and whole / plan.pipeline > 0.5 * self._memory
 
-    def _within(self, graph: Graph, plan: Plan, pins: Pins) -> Within | None:
+    def _within(
+        self, graph: Graph, plan: Plan, pins: Pins, *, plain: bool = False
+    ) -> Within | None:
         """Return the strategies among which a candidate's are chosen; None: all.
 
         Tokens that are split over `context` are not split again, which the graph does not know.
-        Where parameters must be split, every large one is split as far as it can be.
+        Where parameters must be split, every large one is split as far as it can be; if `plain`, no
+        small one is split.
         """
         lean, tokens = self._lean(plan), self._tokens() if plan.tensor > 1 else {}
-        if not lean and not any(tokens.values()):
+        if not lean and not plain and not any(tokens.values()):
             return None
-        large, within = sum(self._sizes.values()) / 100 if lean else math.inf, []
+        large, within = sum(self._sizes.values()) / 100, []
         for node in graph.nodes:
             choices = list(range(len(node.strategies)))
             if node.kind == "parameter" and node.path not in pins:
                 every = [strategy.outputs[0] for strategy in node.strategies]
                 own = tokens.get(node.path, ())
                 choices = [k for k in choices if not any(every[k].dims[dim] for dim in own)]
-                if self._sizes[node.path] > large:
+                if plain and self._sizes[node.path] <= large:
+                    choices = [k for k in choices if not every[k].axes]
+                elif lean and self._sizes[node.path] > large:
                     tensor = graph.parameters[node.path]
                     whole = tensor.shape, tensor.itemsize, graph.axes.sizes
                     shards = {k: every[k].shard_bytes(*whole) for k in choices}
@@ -504,7 +523,7 @@ class TensorSearch:
         # Stages are not in the graph: it is of the whole model.
         plan = dataclasses.replace(plan, pipeline=1, schedule="1f1b", stages=None, layers=None)
         graph = graph_of_step(self._task, plan, self._batch, self._known, by_rules=by_rules)
-        costs = self._costs(plan)
+        costs = self._costs(whole)
         rules = Rules(plan.rules, graph.axes.mesh)
         ruled = {path: rules.find(path, one.shape) for path, one in graph.parameters.items()}
         pins: Pins = {path: (one,) for path, one in ruled.items() if one is not None}
