@@ -2,6 +2,7 @@
 
     python -m benchmarks.one_loss                  # train, store, draw, fill in the page's table
     python -m benchmarks.one_loss --folder RUNS    # the same, going on where it was stopped
+    python -m benchmarks.one_loss --only experts   # one network; what is stored of others stays
     python -m benchmarks.one_loss --draw           # from what is stored
 
 Two hundred steps under each plan of `benchmarks.one_loss_plans`, on eight virtual CPU devices, in
@@ -18,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +70,13 @@ PUBLISHED_STEPS = (1, 5, 10)
 # --- Trained --------------------------------------------------------------------------------------
 
 
-def train_all(precision: str, path: Path) -> None:
-    """Train what `path` does not have yet, and write it after each plan."""
+def train_all(precision: str, path: Path, networks: Sequence[str]) -> None:
+    """Train what `path` does not have yet of networks, and write it after each plan."""
     px.virtual_devices(DEVICES)
     jax.config.update("jax_enable_x64", precision == "float64")
     found: Losses = json.loads(path.read_text()) if path.exists() else {}
     together: list[tuple[str, str]] = []
-    for network in NETWORKS:
+    for network in networks:
         of_network = found.setdefault(network, {})
         for name, way in ways(network).items():
             if name in of_network:
@@ -104,24 +106,26 @@ def differences(losses: dict[str, list[float]]) -> dict[str, np.ndarray]:
     return {name: np.asarray(each) / np.asarray(alone) - 1 for name, each in losses.items()}
 
 
-def measure(folder: Path) -> None:
-    """Train in both precisions at the same time, and store what was found."""
+def measure(folder: Path, networks: Sequence[str]) -> None:
+    """Train networks in both precisions at the same time, and store what was found."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = {precision: folder / f"{precision}.json" for precision in PRECISIONS}
     running = [
         subprocess.Popen([sys.executable, "-m", "benchmarks.one_loss", "--precision", precision,
-                          "--into", str(path)], cwd=ROOT)
+                          "--into", str(path), "--only", *networks], cwd=ROOT)
         for precision, path in paths.items()
     ]  # fmt: skip
     codes = [process.wait() for process in running]
     if any(codes):
         sys.exit("training failed")
     trained = {precision: json.loads(path.read_text()) for precision, path in paths.items()}
-    described = machine.describe(None)
-    kept: dict[str, Any] = {"steps": STEPS, "losses": {}, "differences": {}}
-    for network in NETWORKS:
+    kept: dict[str, Any] = {"steps": STEPS, "described": {}, "losses": {}, "differences": {}}
+    if set(networks) != set(NETWORKS):
+        kept = json.loads(STORED.read_text())
+    for network in networks:
         of_networks = {precision: trained[precision][network] for precision in PRECISIONS}
         names = list(ways(network))
+        kept["described"][network] = machine.describe(None)
         kept["losses"][network] = {
             precision: losses[names[0]] for precision, losses in of_networks.items()
         }
@@ -131,7 +135,7 @@ def measure(folder: Path) -> None:
                    for precision in PRECISIONS}
             for name in names
         }  # fmt: skip
-    text = json.dumps(described | kept, indent=1)
+    text = json.dumps(kept, indent=1)
     STORED.write_text(text.replace(",\n     ", ", ") + "\n")
 
 
@@ -213,7 +217,6 @@ def tables(stored: dict[str, Any]) -> str:
         each = ((network, precision) for network in NETWORKS for precision in PRECISIONS)
         return " | ".join(cell(network, name, precision) for network, precision in each)
 
-    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
     lines = [
         "| plan | transformer, float32 | float64 | experts, float32 | float64 |",
         "|---|---:|---:|---:|---:|",
@@ -223,9 +226,15 @@ def tables(stored: dict[str, Any]) -> str:
             for network in NETWORKS for precision in PRECISIONS
         ) + " |",
         "",
-        f"{machine.label(stored['machine'])}, {stored['date']}; {versions}.",
+        " ".join(_where(stored["described"][network], network) for network in NETWORKS),
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _where(described: dict[str, Any], network: str) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in described["versions"].items())
+    title = TITLES[network].removeprefix("a ").capitalize()
+    return f"{title}: {machine.label(described['machine'])}, {described['date']}; {versions}."
 
 
 def _in_table(way: Way) -> str:
@@ -248,16 +257,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, help="where losses are kept while it trains")
+    parser.add_argument(
+        "--only", nargs="+", choices=NETWORKS, default=[*NETWORKS], metavar="NETWORK",
+        help="networks that are trained",
+    )  # fmt: skip
     parser.add_argument("--draw", action="store_true", help="draw what is stored")
     parser.add_argument("--precision", choices=PRECISIONS, help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.precision:
-        train_all(options.precision, options.into)
+        train_all(options.precision, options.into, options.only)
         return
     if not options.draw:
         with tempfile.TemporaryDirectory() as folder:
-            measure(options.folder or Path(folder))
+            measure(options.folder or Path(folder), options.only)
     show()
 
 

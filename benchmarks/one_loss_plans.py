@@ -5,11 +5,12 @@ holds that they agree.
 
 The network is causal, of four layers, on windows of 64 bytes of the text that `help("for")` of
 Python prints, with dropout; in the second one a mixture of experts stands in place of each
-perceptron: four experts, two for each token, chosen by a router, none dropped. AdamW, a norm of
-gradients that is clipped, a rate that rises and falls.
+perceptron: four experts, two for each token, chosen by a router, none dropped, and the loss
+balances their load over all tokens of a step. AdamW, a norm of gradients that is clipped, a rate
+that rises and falls.
 
 Shape suffixes: B batch, T tokens, D width, H heads, K width of a head, N tokens of the batch,
-C choices of all tokens.
+C choices of all tokens, L layers, S the share and the score of an expert, E experts.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from benchmarks.harness import ROOT
 
 LAYERS, WIDTH, HEADS, HIDDEN, BYTES = 4, 32, 4, 128, 128
 EXPERTS, CHOICES, OF_EXPERT = 4, 2, 64
-TOKENS, BATCH, RATE, DROPOUT = 64, 8, 3e-3, 0.1
+TOKENS, BATCH, RATE, DROPOUT, BALANCE = 64, 8, 3e-3, 0.1, 0.01
 
 # --- The networks ---------------------------------------------------------------------------------
 
@@ -86,6 +87,14 @@ def _mixture(p: Any, x_BTD: Any) -> Any:
     return jnp.zeros_like(x_ND).at[token_C].add(y * weights[:, None]).reshape(x_BTD.shape)
 
 
+def _load(p: Any, x_BTD: Any) -> Any:
+    """The share of each expert of a window's choices, and its mean score: `(B, 1, S, E)`."""
+    scores = jax.nn.softmax(x_BTD @ p["router"])
+    chosen = jax.lax.top_k(scores, CHOICES)[1]
+    picked = jax.nn.one_hot(chosen, EXPERTS, dtype=scores.dtype).mean(2)
+    return jnp.stack([picked.mean(1), scores.mean(1)], 1)[:, None]
+
+
 def _perceptron_shapes() -> dict[str, tuple[int, ...]]:
     return {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
 
@@ -104,11 +113,16 @@ ATTENTION_RULES = {
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What stands behind attention in a layer, and the rules that split its weights."""
+    """What stands behind attention in a layer, and the rules that split its weights.
+
+    If `balanced`, the activations between layers are a pair, whose second one is the load of the
+    experts of each layer, the last one first: `(B, L, S, E)`.
+    """
 
     mixer: Callable[[Any, Any], Any]
     shapes: Callable[[], dict[str, tuple[int, ...]]]
     rules: dict[str, Any]
+    balanced: bool = False
 
     def task(self) -> px.Task:
         """The whole network."""
@@ -121,15 +135,26 @@ class Network:
             }
             return _drawn(key, shapes, 0.1) | {"norm": jnp.ones(WIDTH), "second": jnp.ones(WIDTH)}
 
-        def block(p: Any, x_BTD: Any, batch: Any, keys: Any) -> Any:
+        def embed(p: Any, batch: Any, keys: Any) -> Any:
+            x_BTD = _embed(p, batch)
+            loads_BLSE = jnp.zeros((len(x_BTD), LAYERS, 2, EXPERTS), x_BTD.dtype)
+            return (x_BTD, loads_BLSE) if self.balanced else x_BTD
+
+        def block(p: Any, x: Any, batch: Any, keys: Any) -> Any:
+            x_BTD, loads_BLSE = x if self.balanced else (x, None)
             first, second = _kept(keys)
             x_BTD += first * _attention(p, _normalised(x_BTD, p["norm"]))
             x_BTD = px.sharding.name(x_BTD, "residual")
-            x_BTD += second * self.mixer(p, _normalised(x_BTD, p["second"]))
-            return px.sharding.name(x_BTD, "residual")
+            normalised = _normalised(x_BTD, p["second"])
+            x_BTD += second * self.mixer(p, normalised)
+            x_BTD = px.sharding.name(x_BTD, "residual")
+            if not self.balanced:
+                return x_BTD
+            return x_BTD, jnp.concatenate([_load(p, normalised), loads_BLSE[:, :-1]], 1)
 
+        head = px.over_batch(_outputs, _balanced_losses) if self.balanced else _losses
         return px.stack(
-            embed=(_init_embed, _embed), block=(init_block, block), head=(_init_head, _losses),
+            embed=(_init_embed, embed), block=(init_block, block), head=(_init_head, head),
             depth=LAYERS,
         )  # fmt: skip
 
@@ -138,7 +163,7 @@ def _init_embed(key: Any) -> Any:
     return _drawn(key, {"bytes": (BYTES, WIDTH), "places": (TOKENS, WIDTH)}, 1.0)
 
 
-def _embed(p: Any, batch: Any, keys: Any) -> Any:
+def _embed(p: Any, batch: Any) -> Any:
     x_BTD = p["bytes"][batch["bytes"]] + p["places"][None]
     return px.sharding.name(x_BTD, "residual")
 
@@ -152,11 +177,23 @@ def _losses(p: Any, x_BTD: Any, batch: Any, keys: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["next"]).mean(1)
 
 
+def _outputs(p: Any, x: Any, batch: Any, keys: Any) -> Any:
+    x_BTD, loads_BLSE = x
+    return {"losses": _losses(p, x_BTD, batch, keys), "loads": loads_BLSE}
+
+
+def _balanced_losses(outputs: Any, batch: Any, mask: Any) -> Any:
+    """The losses, and for each expert of each layer its share times its score, of all tokens."""
+    real = mask.astype(outputs["loads"].dtype)
+    loads_LSE = jnp.einsum("b,blse->lse", real / real.sum(), outputs["loads"])
+    return outputs["losses"] + BALANCE * EXPERTS * (loads_LSE[:, 0] * loads_LSE[:, 1]).sum()
+
+
 DENSE = {"blocks/up": (..., "tensor"), "blocks/down": (..., "tensor", None)}
 BY_EXPERT = {f"blocks/{name}": (..., "tensor", None, None) for name in ("gate", "up", "down")}
 NETWORKS = {
     "dense": Network(_perceptron, _perceptron_shapes, ATTENTION_RULES | DENSE),
-    "experts": Network(_mixture, _mixture_shapes, ATTENTION_RULES | BY_EXPERT),
+    "experts": Network(_mixture, _mixture_shapes, ATTENTION_RULES | BY_EXPERT, balanced=True),
 }
 
 
@@ -271,7 +308,7 @@ WAYS = (
     Way("members", {"chunk": 2, "batch_dim": "major"}, "the first of two members", members=2),
     Way("members", {"member": 2, "data": 2, "zero": 1, "chunk": 1}, "the first of two members",
         members=2, experts=False),
-    Way("servers", {}, "servers in sync, two workers", servers=_servers(2, 2)),
+    Way("servers", {}, "servers in sync, two workers", servers=_servers(2, 2), experts=False),
     Way("servers", {"data": 2, "zero": 2}, "servers in sync, three workers",
         servers=_servers(3, 1), experts=False),
     Way("two processes", {"data": 8, "zero": 1}, "two processes", processes=2),

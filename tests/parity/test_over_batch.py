@@ -349,6 +349,20 @@ def test_a_step_holds_the_activations_of_one_microbatch():
     assert sizes[1] < 0.35 * sizes[0]
 
 
+def test_estimates_count_three_passes_by_the_schedule():
+    """The outputs of a pipeline are computed by its forward passes, once more than of others."""
+    plan, machine = px.Plan(pipeline=4, microbatches=8), px.Machine.preset("8xA100-80GB")
+    alone = px.stack(
+        embed=(linear, lambda params, batch, keys: batch["x"] @ params["w"]),
+        block=(linear, block),
+        head=(linear, lambda *args: head(*args)["z"].sum(1)),
+        depth=DEPTH,
+    )
+    whole, other = (px.estimate(t, OPTIMIZER, plan, ROWS, machine) for t in (STACK, alone))
+    assert whole.gradient.bubble > other.gradient.bubble
+    assert 1.2 < whole.product_flops / other.product_flops < 1.4
+
+
 def test_low_precision_is_verified():
     plan = px.Plan(data=2, microbatches=4, precision="bfloat16")
     rows = jax.tree.map(np.float32, ROWS)

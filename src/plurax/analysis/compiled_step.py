@@ -326,7 +326,7 @@ def _planned(function: Function, traced: jax.stages.Traced, step: StepTrace) -> 
     """Return the collectives of a traced function, on the mesh of a step and in its pipeline."""
     jaxpr, axes = open_jaxpr(traced.jaxpr)[0], step.plan.axes
     block = Flattener(axes).block(jaxpr, [Value(var.aval) for var in jaxpr.invars])
-    return collectives_of(block, axes, step.pipeline if function == "gradients" else None)
+    return collectives_of(block, axes, step.pipelines if function == "gradients" else ())
 
 
 def _compiler_of(machine: Machine) -> tuple[str, float]:

@@ -249,7 +249,7 @@ def estimate_trace(trace: StepTrace, machine: Machine, rates: Machine | None = N
     differ. See `estimate`."""
     rules = rules_of(machine.platform)
     clock, work = Clock(trace.plan, machine, rates), work_of_step(trace, rules, machine.fast_memory)
-    gradient, flops = clock.gradient(work, trace.pipeline)
+    gradient, flops = clock.gradient(work)
     needed = temporaries(trace.block, trace.state, rules, machine.fast_memory)
     padding = sum(rules.size(value, False) - value.bytes for value in trace.arguments)
     gradients = min(trace.memory.gradients, needed)

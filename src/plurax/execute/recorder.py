@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from plurax.collective import Collective
+from plurax.execute.backends.apart import ApartBackend
 from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.choose import needs_partitioner
 from plurax.execute.backends.pipelined import PipelinedBackend
@@ -43,7 +44,16 @@ from plurax.task import Task
 from plurax.trace.collectives import collectives_of
 from plurax.trace.flatten import Flattener
 from plurax.trace.liveness import block_peak
-from plurax.trace.step_trace import Block, Op, PipelineActions, PlannedMemory, StepTrace, Value
+from plurax.trace.step_trace import (
+    Block,
+    Op,
+    PipelineActions,
+    PlannedMemory,
+    StepTrace,
+    Value,
+    is_tick_loop,
+)
+from plurax.whole_batch import OverBatch
 
 
 def record_step(
@@ -95,7 +105,7 @@ def record_network(network: Network, placement: Placement) -> StepTrace:
             gradients=_held(grads),
             batch=_held(rows),
         ),
-        pipeline=_actions(network.backend),
+        pipelines=_pipelines(network.backend, block),
     )
 
 
@@ -183,6 +193,7 @@ def record_steady_step(
     whole = size % plan.most_microbatches == 0
     known = named(plan.schedule)
     grows = known is None or known.stores_all
+    grows = grows or isinstance(task.loss, OverBatch)  # by the outputs of all examples
     if plan.pipeline == 1 or plan.most_microbatches <= few or grows or not whole:
         return record_step(task, optimizer, plan, batch, platform)
     less = jax.tree.map(
@@ -193,7 +204,7 @@ def record_steady_step(
     )
     few_plan = dataclasses.replace(plan, microbatches=few)
     trace = record_step(task, optimizer, few_plan, less, platform)
-    assert trace.pipeline is not None
+    (pipeline,) = trace.pipelines
     schedule = make_schedule(
         plan.schedule, plan.pipeline, plan.most_microbatches, plan.virtual_stages
     )
@@ -203,7 +214,7 @@ def record_steady_step(
         plan=plan,
         batch_size=size,
         memory=dataclasses.replace(trace.memory, batch=rows),
-        pipeline=dataclasses.replace(trace.pipeline, schedule=schedule),
+        pipelines=[dataclasses.replace(pipeline, schedule=schedule)],
     )
 
 
@@ -242,7 +253,7 @@ def read_traced(functions: StepFunctions, traced: Any) -> TracedStep | None:
     block = Flattener(axes).block(jaxpr, args)
     block.inputs = args[first:]
     return TracedStep(
-        collectives_of(block, axes, _actions(functions.backend)),
+        collectives_of(block, axes, _pipelines(functions.backend, block)),
         block_peak(block, args[first : first + count], platform),
     )
 
@@ -258,10 +269,18 @@ def _mapped(jaxpr: Any) -> Any:
     return None
 
 
-def _actions(backend: Backend) -> PipelineActions | None:
+def _pipelines(backend: Backend, block: Block) -> list[PipelineActions]:
+    """Return what the actions consist of, for each loop over ticks in the block of a step."""
+    if isinstance(backend, ApartBackend):
+        inner = _pipelines(backend.inner, block)
+        # Outputs are computed before it, in stages unless these are cut elsewhere.
+        before = inner if sum(map(is_tick_loop, block.ops)) > len(inner) else []
+        forwards = [dataclasses.replace(each, schedule=each.schedule.forwards()) for each in before]
+        return [*forwards, *inner]
     if not isinstance(backend, PipelinedBackend):
-        return None
-    return PipelineActions(backend.schedule, backend.parts_after, backend.layout.assignment.counts)
+        return []
+    counts = backend.layout.assignment.counts
+    return [PipelineActions(backend.schedule, backend.parts_after, counts)]
 
 
 def _join(

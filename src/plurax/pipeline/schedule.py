@@ -123,6 +123,11 @@ class Schedule:
         """
         return _ticks(self)
 
+    def forwards(self) -> "Schedule":
+        """Return the schedule of the forward passes alone, as evaluation has it."""
+        lines = (tuple(action for action in line if action.kind == "F") for line in self.actions)
+        return Schedule("forward", tuple(lines))
+
     def stage(self, device: int, action: Action) -> int:
         """Return the stage of an action on a device."""
         return action.chunk * self.devices + device

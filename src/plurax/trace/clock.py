@@ -33,8 +33,7 @@ from plurax.collective import Collective
 from plurax.machine import Machine
 from plurax.pipeline.simulation import lockstep_seconds
 from plurax.plan import MESH_AXES, Plan
-from plurax.trace.step_trace import PipelineActions
-from plurax.trace.work import Sending, StepWork, Work
+from plurax.trace.work import Sending, StepWork, TickWork, Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,18 +217,23 @@ class Clock:
             collective.group,
         )
 
-    def gradient(self, work: StepWork, pipeline: PipelineActions | None) -> tuple[Seconds, float]:
+    def gradient(self, work: StepWork) -> tuple[Seconds, float]:
         """Return the seconds of the gradient, and the flops of its products; of a pipeline those of
         its busiest device."""
-        if pipeline is None:
-            return self.seconds(work.gradient), work.gradient.product_flops
-        schedule = pipeline.schedule
+        parts = [self.ticks(loop) for loop in work.loops]
+        around = self.seconds(work.gradient)
+        flops = [part for _, part in parts] or [work.gradient.product_flops]
+        return Seconds.sum([*(seconds for seconds, _ in parts), around]), sum(flops)
+
+    def ticks(self, work: TickWork) -> tuple[Seconds, float]:
+        """Return the seconds of a loop over ticks, and the flops of its busiest device."""
+        schedule = work.pipeline.schedule
         busy, flops = [Seconds()] * schedule.devices, [0.0] * schedule.devices
         seconds: dict[tuple[int, str, int], float] = {}
         for device, line in enumerate(schedule.actions):
             # A device repeats a few actions, each for many microbatches.
             for (kind, chunk), count in Counter((a.kind, a.chunk) for a in line).items():
-                done = work.action(pipeline, kind, chunk * schedule.devices + device)
+                done = work.action(kind, chunk * schedule.devices + device)
                 takes = self.seconds(done, device)
                 seconds[device, kind, chunk] = takes.total
                 busy[device] = Seconds.sum([busy[device], takes.times(count)])
@@ -238,4 +242,4 @@ class Clock:
         device = max(range(len(busy)), key=lambda index: busy[index].total)
         waits = dataclasses.replace(busy[device], bubble=length - busy[device].total)
         ticks = self.seconds(work.tick).times(len(schedule.ticks))
-        return Seconds.sum([waits, ticks, self.seconds(work.gradient)]), flops[device]
+        return Seconds.sum([waits, ticks]), flops[device]

@@ -18,7 +18,7 @@ runs. Two loops count otherwise, because of what a compiler or a device makes of
   the device that runs it most often.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import final
 
 from plurax.collective import Collective, ring_bytes_sent
@@ -35,36 +35,37 @@ def planned_collectives(trace: StepTrace) -> list[Collective]:
     """
     if not trace.partitioned:
         return []
-    return collectives_of(trace.block, trace.plan.axes, trace.pipeline, by_hand=False)
+    return collectives_of(trace.block, trace.plan.axes, trace.pipelines, by_hand=False)
 
 
 def every_collective(trace: StepTrace) -> list[Collective]:
     """Return all collectives of a step, in order."""
-    return collectives_of(trace.block, trace.plan.axes, trace.pipeline)
+    return collectives_of(trace.block, trace.plan.axes, trace.pipelines)
 
 
 def collectives_of(
     block: Block,
     sizes: Mapping[str, int],
-    pipeline: PipelineActions | None = None,
+    pipelines: Sequence[PipelineActions] = (),
     *,
     by_hand: bool = True,
 ) -> list[Collective]:
     """Return the collectives of a block, in order.
 
-    **Arguments:** `sizes`, of the mesh axes; `pipeline`, if the block is its step; `by_hand`,
-    whether to include those in a `jax.shard_map` of the model.
+    **Arguments:** `sizes`, of the mesh axes; `pipelines`, whose loops over ticks the block has;
+    `by_hand`, whether to include those in a `jax.shard_map` of the model.
     """
-    walk = _CollectiveWalk(sizes, pipeline).block(block, 1)
+    walk = _CollectiveWalk(sizes, pipelines).block(block, 1)
     return [one for one, scopes in walk if by_hand or BY_HAND not in scopes]
 
 
 @final
 class _CollectiveWalk:
-    """Walks blocks on a mesh of some `sizes`; `pipeline` says how often its actions run."""
+    """Walks blocks on a mesh of some `sizes`; `pipelines` say how often their actions run."""
 
-    def __init__(self, sizes: Mapping[str, int], pipeline: PipelineActions | None) -> None:
-        self._sizes, self._pipeline = sizes, pipeline
+    def __init__(self, sizes: Mapping[str, int], pipelines: Sequence[PipelineActions]) -> None:
+        self._sizes, self._left = sizes, [*pipelines]
+        # How often each action of the loop over ticks runs, inside of it.
         self._action_trips: dict[Op, int] = {}
 
     def block(
@@ -99,14 +100,17 @@ class _CollectiveWalk:
     ) -> Iterator[tuple[Collective, str]]:
         (body,), length = op.blocks, op.trips
         actions = [inner for inner in body.ops if inner.name == "while"]
-        if self._pipeline is not None and actions and not self._action_trips:
-            length = len(self._pipeline.schedule.ticks)
-            times = self._pipeline.most_runs()
-            parts = [times[part] for part in self._pipeline.parts()]
+        over_ticks = bool(self._left and actions and not self._action_trips)
+        if over_ticks:
+            pipeline = self._left.pop(0)
+            length, times = len(pipeline.schedule.ticks), pipeline.most_runs()
+            parts = [times[part] for part in pipeline.parts()]
             self._action_trips = dict(zip(actions, parts, strict=True))
         assert length is not None
         inside = None if trips is None else trips * length
         yield from self.block(body, inside, read, dict.fromkeys(_constant(body), trips))
+        if over_ticks:
+            self._action_trips = {}
 
 
 def collective_of(op: Op, size: int, sizes: Mapping[str, int], trips: int | None = 1) -> Collective:

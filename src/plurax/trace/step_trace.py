@@ -155,7 +155,8 @@ class PipelineActions:
         A part is the number of a stage, or None for one layer.
         """
         parts: list[tuple[str, int | None]] = []
-        for kind in "FBW" if self.schedule.split else "FB":
+        kinds = {action.kind for line in self.schedule.actions for action in line}
+        for kind in filter(kinds.__contains__, "FBW"):
             first = kind == "B"  # which goes through the parts backward
             parts += [(kind, stage) for stage, after in self.after.items() if after == first]
             parts += [(kind, None)] if any(self.layers) else []
@@ -179,6 +180,11 @@ class PipelineActions:
         return most
 
 
+def is_tick_loop(op: Op) -> bool:
+    """Whether an operation is a loop over the ticks of a pipeline: loops in it may run or not."""
+    return op.name == "scan" and any(inner.name == "while" for inner in op.blocks[0].ops)
+
+
 @dataclasses.dataclass(frozen=True)
 class StepTrace:
     """What one device does in one step under a plan.
@@ -194,7 +200,7 @@ class StepTrace:
     - `partitioned`: whether the partitioner put collectives into it, as any plan but one that
       splits nothing but the batch needs.
     - `memory`: bytes on one device of what the step is given and computes.
-    - `pipeline`: what the actions of a pipeline consist of; else None.
+    - `pipelines`: what the actions consist of, for each of its loops over the ticks of a pipeline.
     """
 
     plan: Plan
@@ -206,4 +212,4 @@ class StepTrace:
     shardings: Sequence[ParameterInfo]
     partitioned: bool
     memory: PlannedMemory
-    pipeline: PipelineActions | None = None
+    pipelines: Sequence[PipelineActions] = ()

@@ -25,7 +25,15 @@ from plurax.trace.compiler_rules import CompilerRules
 from plurax.trace.fast_memory import near_values, resident_values
 from plurax.trace.kernels import Kernel, kernels
 from plurax.trace.several_outputs import joined, unordered
-from plurax.trace.step_trace import COLLECTIVES, Block, Op, PipelineActions, StepTrace, Value
+from plurax.trace.step_trace import (
+    COLLECTIVES,
+    Block,
+    Op,
+    PipelineActions,
+    StepTrace,
+    Value,
+    is_tick_loop,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,19 +139,30 @@ def _repeated(sending: Sending, trips: int) -> Sending:
 class StepWork:
     """What one device does in a step, by its parts.
 
-    **Fields:** `gradient`; `update`, of the optimizer. Of a pipeline `gradient` is what is around
-    its loop over ticks; `tick`, what every device does in each of them; `actions`, by kind and part
-    of a stage, what the schedule says when (see `PipelineActions`).
+    **Fields:** `gradient`, without loops over the ticks of a pipeline; `update`, of the optimizer;
+    `loops`, those over ticks.
     """
 
     gradient: Work
     update: Work
-    tick: Work = Work()
-    actions: Mapping[tuple[str, int | None], Work] = dataclasses.field(default_factory=dict)
+    loops: Sequence["TickWork"] = ()
 
-    def action(self, pipeline: PipelineActions, kind: str, stage: int) -> Work:
+
+@dataclasses.dataclass(frozen=True)
+class TickWork:
+    """What one device does in a loop over the ticks of a pipeline.
+
+    **Fields:** `pipeline`; `tick`, what every device does in each tick; `actions`, by kind and part
+    of a stage, what the schedule says when (see `PipelineActions`).
+    """
+
+    pipeline: PipelineActions
+    tick: Work
+    actions: Mapping[tuple[str, int | None], Work]
+
+    def action(self, kind: str, stage: int) -> Work:
         """Return the work of one action of a stage."""
-        parts = pipeline.of_stage(stage)
+        parts = self.pipeline.of_stage(stage)
         return Work.sum(self.actions[kind, part].times(times) for part, times in parts)
 
 
@@ -162,26 +181,18 @@ def work_of_step(
     of = functools.partial(work_of, sizes=sizes, fast_memory=fast_memory)
     update = of([kernel for kernel in every if not after.isdisjoint(kernel.ops)])
     gradient = [kernel for kernel in every if after.isdisjoint(kernel.ops)]
-    if trace.pipeline is None:
+    if not trace.pipelines:
         recomputed = trace.plan.remat != "none"
         return StepWork(of(gradient, recomputed=recomputed), update)
-    loop = next(kernel for kernel in gradient if _is_tick_loop(kernel))
-    body = loop.inner[0]
-    actions = [kernel for kernel in body if kernel.root.name == "while"]
-    return StepWork(
-        of(gradient, without=[loop]),
-        update,
-        of(body, without=actions),
-        {
-            part: of(kernel.inner[0])
-            for part, kernel in zip(trace.pipeline.parts(), actions, strict=True)
-        },
-    )
-
-
-def _is_tick_loop(kernel: Kernel) -> bool:
-    root: Op = kernel.root
-    return root.name == "scan" and any(op.name == "while" for op in root.blocks[0].ops)
+    loops = [kernel for kernel in gradient if is_tick_loop(kernel.root)][: len(trace.pipelines)]
+    works = []
+    for pipeline, loop in zip(trace.pipelines, loops, strict=True):
+        body = loop.inner[0]
+        actions = [kernel for kernel in body if kernel.root.name == "while"]
+        parts = zip(pipeline.parts(), actions, strict=True)
+        by_part = {part: of(kernel.inner[0]) for part, kernel in parts}
+        works.append(TickWork(pipeline, of(body, without=actions), by_part))
+    return StepWork(of(gradient, without=loops), update, works)
 
 
 def work(block: Block, sizes: Mapping[str, int], rules: CompilerRules = xla_cpu.RULES) -> Work:

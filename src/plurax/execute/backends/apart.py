@@ -103,9 +103,9 @@ class ApartBackend(Backend):
             rows = index_device_rows(batch, key, count, parts)
             outputs = self._outputs(state, rows)
             totals, numbers, model_state = self._losses(state.model_state, rows, outputs)
-            weighted = inner(state, (batch, numbers), count, first)
+            sums = inner(state, (batch, numbers), count, first)
             return Gradients(
-                totals.weight, totals.loss, totals.metrics, weighted.grads,
+                totals.weight, totals.loss, totals.metrics, sums.grads,
                 model_state=model_state, examples=count,
             )  # fmt: skip
 

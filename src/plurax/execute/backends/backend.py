@@ -2,12 +2,13 @@
 
 A backend gives the functions of one device, which run inside `jax.shard_map` (a plan of one device
 needs none), and the layout of the state. `Network` runs them on all devices of the mesh for one
-network, `Population` for every member of a population. Three backends give the contract:
+network, `Population` for every member of a population. Four backends give the contract:
 
     backend      plan splits                            on one device
     replicated   the batch alone                        the whole network, its own rows
     sharded      operators, parameters, the optimizer   shards of all tensors, its own rows
     pipelined    the network into stages                its stages' tensors, its own rows
+    apart        as another, which computes outputs     its rows' outputs, losses of all, gradients
 
 Functions that differ between members (a learning rate) are given by `of`, once per member: a
 backend keeps what all members share, such as shardings and stages.

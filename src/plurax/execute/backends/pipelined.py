@@ -63,7 +63,7 @@ from plurax.partition.values import ShardedValue
 from plurax.pipeline.executor import ScheduleExecutor
 from plurax.pipeline.layer_rows import on_layer_rows
 from plurax.pipeline.packing import Packing, zeros
-from plurax.pipeline.schedule import Schedule, check_forwards_in_order, make_schedule
+from plurax.pipeline.schedule import check_forwards_in_order, make_schedule
 from plurax.pipeline.stage_update import StageTensor, StageUpdate, broadcast_from_stage
 from plurax.pipeline.stage_values import StageParams
 from plurax.pipeline.stages import StagedNetwork
@@ -493,15 +493,10 @@ class PipelinedBackend(Backend):
         stacked: bool = False,
     ) -> ScheduleExecutor:
         """Return an executor of the schedule's forwards alone."""
-        work = tuple(
-            tuple(action for action in line if action.kind == "F") for line in self.schedule.actions
-        )
-        schedule = Schedule("forward", work)
-        trained = self._trained(params)
-        states = jax.tree.leaves(model_state)
         return ScheduleExecutor(
-            network, schedule, trained, rows, self._stage(), stacked=stacked, states=states
-        )
+            network, self.schedule.forwards(), self._trained(params), rows, self._stage(),
+            stacked=stacked, states=jax.tree.leaves(model_state),
+        )  # fmt: skip
 
 
 def _first(rows: PyTree, devices: int = 1) -> PyTree:
