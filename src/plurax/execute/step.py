@@ -139,6 +139,11 @@ def gradient_specs(scalar: PartitionSpec, grads: PyTree, model_state: PyTree) ->
     return Gradients(**{**specs, "grads": grads, "model_state": model_state})
 
 
+def step_key(state: TrainState, first: Int[Array, ""] | None) -> StepKey:
+    """Return the key of the state's next step, for rows that begin with example `first`."""
+    return StepKey(jax.random.fold_in(state.key, state.step), first)
+
+
 def make_gradients(total: BatchTotals) -> Callable[..., Gradients]:
     """Return `(state, batch, count, first=None) -> gradients`.
 
@@ -152,7 +157,7 @@ def make_gradients(total: BatchTotals) -> Callable[..., Gradients]:
         count: Int[Array, ""],
         first: Int[Array, ""] | None = None,
     ) -> Gradients:
-        key = StepKey(jax.random.fold_in(state.key, state.step), first)
+        key = step_key(state, first)
         totals, model_state = total(state.params, state.model_state, batch, key, count)
         return Gradients(*totals, model_state=model_state, examples=count)
 

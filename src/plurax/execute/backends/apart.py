@@ -36,8 +36,8 @@ from plurax.execute.gradient import (
     with_precision,
 )
 from plurax.execute.initial_state import initial
-from plurax.execute.rows import Chunk, Rows, StepKey, abstract_rows, index_device_rows
-from plurax.execute.step import Gradients, Metrics
+from plurax.execute.rows import Chunk, Rows, abstract_rows, index_device_rows
+from plurax.execute.step import Gradients, Metrics, step_key
 from plurax.mesh import platform_of
 from plurax.partition.partitioner import Partitioner, partition
 from plurax.partition.values import ShardedValue, is_sharded_value, shard_of_rows
@@ -98,9 +98,8 @@ class ApartBackend(Backend):
             count: Int[Array, ""],
             first: Int[Array, ""] | None = None,
         ) -> Gradients:
-            key = StepKey(jax.random.fold_in(state.key, state.step), first)
             parts = (self.plan.most_microbatches,) * self.plan.data
-            rows = index_device_rows(batch, key, count, parts)
+            rows = index_device_rows(batch, step_key(state, first), count, parts)
             outputs = self._outputs(state, rows)
             totals, numbers, model_state = self._losses(state.model_state, rows, outputs)
             sums = inner(state, (batch, numbers), count, first)
