@@ -117,10 +117,13 @@ def max_batch_size(
             "or a plan that splits the parameters."
         )
     return MaxBatchSize(
-        size=fits * unit, bytes=fits_bytes, next_size=fits * unit + 1,
-        next_bytes=over_bytes if over == fits + 1 else None, budget=budget,
+        size=fits * unit,
+        bytes=fits_bytes,
+        next_size=fits * unit + 1,
+        next_bytes=over_bytes if over == fits + 1 else None,
+        budget=budget,
         compilations=compilations,
-    )  # fmt: skip
+    )
 
 
 def largest_below(

@@ -79,10 +79,16 @@ class CompiledFigures:
             compiled.as_text() or "", program.mesh, unknown_trips=1
         )  # fmt: skip
         return cls(
-            "loop" if record.looped else "step", round(record.seconds, 3), state, batch,
-            held.temporaries, held.peak, peak,
-            _sent(sent, planned.collectives if planned else None), program.compiler_options,
-        )  # fmt: skip
+            "loop" if record.looped else "step",
+            round(record.seconds, 3),
+            state,
+            batch,
+            held.temporaries,
+            held.peak,
+            peak,
+            _sent(sent, planned.collectives if planned else None),
+            program.compiler_options,
+        )
 
     def table(self) -> dict[str, Any]:
         """Return the table `[compiled]` of `run.toml`."""

@@ -275,11 +275,19 @@ def compiled_for(
     if is_step and held.peak > target.machine.memory:
         lighter = _lighter(task, optimizer, plan, batch, target.machine)
     return CompiledFor(
-        program=program, function=function, compiled=compiled, target=target.name,
-        memory_limit=int(target.machine.memory), compile_seconds=seconds, memory=held,
-        planned_peak=peak, held=_held(module), collectives=_compared(planned, schedule),
-        schedule=schedule, lighter=lighter,
-    )  # fmt: skip
+        program=program,
+        function=function,
+        compiled=compiled,
+        target=target.name,
+        memory_limit=int(target.machine.memory),
+        compile_seconds=seconds,
+        memory=held,
+        planned_peak=peak,
+        held=_held(module),
+        collectives=_compared(planned, schedule),
+        schedule=schedule,
+        lighter=lighter,
+    )
 
 
 def _check_function(function: str, data: Any, batch: PyTree) -> None:

@@ -267,9 +267,15 @@ def estimate_trace(trace: StepTrace, machine: Machine, rates: Machine | None = N
     for collective in every_collective(trace):
         sent[names_of(collective.axes)] += collective.bytes_sent * (collective.trips or 1)
     return Estimate(
-        trace.plan, machine, trace.batch_size, gradient, clock.seconds(work.update), memory,
-        dict(sent), flops,
-    )  # fmt: skip
+        trace.plan,
+        machine,
+        trace.batch_size,
+        gradient,
+        clock.seconds(work.update),
+        memory,
+        dict(sent),
+        flops,
+    )
 
 
 def human_seconds(seconds: float) -> str:

@@ -102,7 +102,10 @@ def max_members(
             "microbatches need less memory."
         )
     return MaxMembers(
-        count=fits * unit, bytes=fits_bytes, next_count=(fits + 1) * unit,
+        count=fits * unit,
+        bytes=fits_bytes,
+        next_count=(fits + 1) * unit,
         next_bytes=over_bytes if over == fits + 1 else None,
-        budget=budget, compilations=compilations,
-    )  # fmt: skip
+        budget=budget,
+        compilations=compilations,
+    )

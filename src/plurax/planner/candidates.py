@@ -135,12 +135,18 @@ def model_of(
     depth = task.stack.depth if task.stack else 0
     marked, activations = _boundaries(graph.traced.jaxpr, depth)
     return Model(
-        like, totals, parameters=parameters,
+        like,
+        totals,
+        parameters=parameters,
         optimizer=int(tree.byte_count(like.opt_state) * parameters / max(every, 1)),
-        tied=tied_bytes(task, like.params), activations=activations, batch_size=leading_dim(batch),
-        layers=depth or 1 + marked, precision=precision,
-        names=activation_names(annotations_in(graph.traced.jaxpr)), coupled=task.coupled,
-    )  # fmt: skip
+        tied=tied_bytes(task, like.params),
+        activations=activations,
+        batch_size=leading_dim(batch),
+        layers=depth or 1 + marked,
+        precision=precision,
+        names=activation_names(annotations_in(graph.traced.jaxpr)),
+        coupled=task.coupled,
+    )
 
 
 def _is_over_data(path: str, rules: Sequence[tuple[str, tuple[Any, ...]]]) -> bool:
@@ -468,17 +474,28 @@ class _Bounds:
         activations = self._model.activations / (data * microbatches * tensor)
         ticks = ticks_of_step(schedule, pipeline, microbatches, chunks)
         return pipeline_seconds(
-            self._machine, activations, self._model.tied / tensor, ticks, pipeline,
-            stride=tensor, mesh_devices=data * pipeline * tensor * self._pinned.member,
-        )  # fmt: skip
+            self._machine,
+            activations,
+            self._model.tied / tensor,
+            ticks,
+            pipeline,
+            stride=tensor,
+            mesh_devices=data * pipeline * tensor * self._pinned.member,
+        )
 
     def _over_data_once(self, data: int, shards: int, zero: int, microbatches: int) -> float:
         gathered = 0.5 if self._model.precision == "bfloat16" else 1.0
         return reduction_seconds(
-            self._machine, self._model.parameters / shards, data, zero, microbatches,
-            stride=shards, mesh_devices=data * shards * self._pinned.member,
-            gathered=gathered, reduced=self._reduced,
-        )  # fmt: skip
+            self._machine,
+            self._model.parameters / shards,
+            data,
+            zero,
+            microbatches,
+            stride=shards,
+            mesh_devices=data * shards * self._pinned.member,
+            gathered=gathered,
+            reduced=self._reduced,
+        )
 
 
 def _waiting(sizes: Sizes, totals: StepTotals, layers: int) -> float:

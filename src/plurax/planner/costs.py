@@ -130,12 +130,16 @@ class TimeCosts:
             # ZeRO-3 gathers parameters as they are computed with.
             half = plan.precision == "bfloat16" and tensor.itemsize > 2
             reduction = times * reduction_seconds(
-                self.machine, size, n, plan.zero, plan.most_microbatches,
+                self.machine,
+                size,
+                n,
+                plan.zero,
+                plan.most_microbatches,
                 stride=plan.pipeline * graph.axes.size(list(graph.axes.sizes)),
                 mesh_devices=self._devices(graph.axes),
                 gathered=2 / tensor.itemsize if half else 1.0,
                 reduced=reduced_share(plan, self.machine, tensor.itemsize),
-            )  # fmt: skip
+            )
         return update, reduction
 
 

@@ -279,9 +279,12 @@ class _LayerBuilder:
         return Box(
             "product" if "product" in kinds else kinds.pop(),
             self._parameter(group[0] + self._output) if group[0] < 0 and not nodes else "",
-            self._operators(computing), self._where(computing[0]) if computing else "", tensor,
-            sharding, _summed(inside),
-        )  # fmt: skip
+            self._operators(computing),
+            self._where(computing[0]) if computing else "",
+            tensor,
+            sharding,
+            _summed(inside),
+        )
 
     def _operators(self, nodes: Sequence[int]) -> tuple[str, ...]:
         """Return what nodes compute, arithmetic only where there is nothing else."""

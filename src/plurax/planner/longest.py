@@ -168,10 +168,15 @@ def longest(
     best, searched = run.tried[length].estimate, run.found.get(length)
     assert best is not None
     return Longest(
-        length=length, plan=best.plan if searched is None else searched.best, estimate=best,
-        found=searched, tried=tuple(run.tried[each] for each in sorted(run.tried)), machine=machine,
-        memory=limit, seconds=time.perf_counter() - started,
-    )  # fmt: skip
+        length=length,
+        plan=best.plan if searched is None else searched.best,
+        estimate=best,
+        found=searched,
+        tried=tuple(run.tried[each] for each in sorted(run.tried)),
+        machine=machine,
+        memory=limit,
+        seconds=time.perf_counter() - started,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,12 +111,20 @@ def search_population(
                 run.left = min(run.left, run.bound_by(search, member))
     ranked = sorted(run.ranked, key=lambda plan: (plan.seconds, plan.plan.devices))
     return Found(
-        machine=machine, memory=memory, ranked=tuple(ranked[:count]), slower=tuple(ranked[count:]),
-        refused=tuple(run.refused), over=0, candidates=len(pairs),
-        least_left=min(run.left, run.best), least_expected=run.best,
+        machine=machine,
+        memory=memory,
+        ranked=tuple(ranked[:count]),
+        slower=tuple(ranked[count:]),
+        refused=tuple(run.refused),
+        over=0,
+        candidates=len(pairs),
+        least_left=min(run.left, run.best),
+        least_expected=run.best,
         evaluations=effort.spent + sum(one.evaluations for one in alone),
-        stopped=effort.stopped or any(one.stopped for one in alone), seconds=0.0, shardings=None,
-    )  # fmt: skip
+        stopped=effort.stopped or any(one.stopped for one in alone),
+        seconds=0.0,
+        shardings=None,
+    )
 
 
 class _Estimates:

@@ -199,12 +199,20 @@ def _search_on(machine: Machine, wanted: Wanted, effort: Effort) -> Found:
     if not run.ranked:
         raise nothing_fits(limit, run.refused)
     return Found(
-        machine=machine, memory=limit, ranked=tuple(run.ranked[: wanted.count]),
-        slower=(*run.ranked[wanted.count :], *run.slower), refused=tuple(run.refused),
-        over=max(run.over - _NEAREST, 0), candidates=len(every), least_left=run.least_left,
-        least_expected=run.least_expected, evaluations=effort.spent, stopped=effort.stopped,
-        seconds=0.0, shardings=shardings,
-    )  # fmt: skip
+        machine=machine,
+        memory=limit,
+        ranked=tuple(run.ranked[: wanted.count]),
+        slower=(*run.ranked[wanted.count :], *run.slower),
+        refused=tuple(run.refused),
+        over=max(run.over - _NEAREST, 0),
+        candidates=len(every),
+        least_left=run.least_left,
+        least_expected=run.least_expected,
+        evaluations=effort.spent,
+        stopped=effort.stopped,
+        seconds=0.0,
+        shardings=shardings,
+    )
 
 
 def _of_one_member(wanted: Wanted) -> Wanted:

@@ -261,9 +261,13 @@ def strategy_of(
         for one in decision.collectives(RuleContext(axes))
     )
     return ShardStrategy(
-        taken, tuple(one.sharding for one in decision.outputs), sent, decision.product,
-        str(operands[0].dtype), float(_traffic(eqn.primitive.name, read, written)),
-    )  # fmt: skip
+        taken,
+        tuple(one.sharding for one in decision.outputs),
+        sent,
+        decision.product,
+        str(operands[0].dtype),
+        float(_traffic(eqn.primitive.name, read, written)),
+    )
 
 
 def _traffic(name: str, read: float, written: float) -> float:

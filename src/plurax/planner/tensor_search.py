@@ -356,10 +356,16 @@ class TensorSearch:
         # The parts between boundaries are taken to be equal.
         depth = self._depth or sum(plan.layers or (1,) * plan.total_stages)
         return StagedModel(
-            plan.schedule, plan.pipeline, plan.most_microbatches, plan.virtual_stages, depth,
-            profile.layers.times(rows), profile.embedding.times(rows), profile.head.times(rows),
+            plan.schedule,
+            plan.pipeline,
+            plan.most_microbatches,
+            plan.virtual_stages,
+            depth,
+            profile.layers.times(rows),
+            profile.embedding.times(rows),
+            profile.head.times(rows),
             self._speeds(plan),
-        )  # fmt: skip
+        )
 
     def _slowest(self, plan: Plan) -> float:
         """Return the microbatches that the slowest device has time for while the slowest replica
@@ -441,9 +447,12 @@ class TensorSearch:
             if not by_rules and same <= solution.cost * _SAME:
                 break
             other = dataclasses.replace(
-                solved, shardings=dict(solution.parameters), solution=solution, costs=costs,
+                solved,
+                shardings=dict(solution.parameters),
+                solution=solution,
+                costs=costs,
                 strategies=[] if by_rules else strategies_of(solved.graph, solution),
-            )  # fmt: skip
+            )
             said = other.shardings, other.strategies
             if said not in known:
                 known.append(said)
