@@ -90,6 +90,13 @@ def normalized(p, example, key):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
+def scaled(p, example, key):
+    x = example["x"]
+    for place, name in enumerate(("first", "second")):
+        x = jnp.tanh(x @ (p["scales"][place] * p[name]))
+    return jnp.mean((x @ p["out"]) ** 2)
+
+
 def positions(p, example, key):
     x = example["x"]
     away = np.abs(np.arange(TOKENS)[:, None] - np.arange(TOKENS))
@@ -191,6 +198,17 @@ NETWORKS = {
         {
             ("all-gather", MATRIX): 5,  # of three matrices, all but the first backward, too
             ("reduce-scatter", MATRIX // 4): 3,
+        },
+        "data",
+    ),
+    "weights with a scale, one of a vector": Network(
+        {"first": SQUARE, "second": SQUARE, "scales": (4,), "out": SQUARE},
+        scaled,
+        ZERO,
+        {
+            ("all-gather", MATRIX): 5,  # of three matrices, all but the first backward, too
+            ("reduce-scatter", MATRIX // 4): 2,
+            ("reduce-scatter", (MATRIX + 8 * 4) // 4): 1,
         },
         "data",
     ),

@@ -24,6 +24,7 @@ from jax.extend.core import Literal
 from plurax.jaxpr.compat import ELEMENTWISE
 from plurax.jaxpr.interpret import variables
 from plurax.partition.buckets import needs_gather
+from plurax.partition.operators.shifts import pads_with_zeros
 from plurax.partition.partial_sums import adds_up
 from plurax.partition.resharder import Resharder
 from plurax.partition.values import ValueVersions
@@ -37,7 +38,8 @@ class SumsFirst:
     """The equations before which a gradient is added up over devices.
 
     **Arguments:** `resharder`; `eqns`, in order, and their `results`, of which `sums` are sums over
-    the rows of all devices; `known`, the variables that have values before them.
+    the rows of all devices, and their shardings; `known`, the variables that have values before
+    them.
 
     **Attributes:** `eqns`, these equations, by `id`.
     """
@@ -47,22 +49,26 @@ class SumsFirst:
         resharder: Resharder,
         eqns: Sequence[Any],
         results: Sequence[Any],
-        sums: Set[Any],
+        sums: Mapping[Any, TensorSharding],
         known: Mapping[Any, ValueVersions],
     ) -> None:
         self._resharder = resharder
+        self._goals: Mapping[Any, TensorSharding] = {}
         self._totals: dict[ValueVersions, ValueVersions] = {}
         self.eqns: Set[int] = frozenset()
         if sums and not resharder.joint:
             batch = {var for var, versions in known.items() if versions.data_varying}
             split = {var for var, versions in known.items() if needs_gather(resharder, versions)}
-            self.eqns = _of_sums(eqns, results, sums, batch, split)
+            self.eqns = _of_sums(eqns, results, {*sums}, batch, split)
+            self._goals = _goals([eqn for eqn in eqns if id(eqn) in self.eqns], sums)
 
     def added_up(self, eqn: Any, inputs: list[ValueVersions]) -> list[ValueVersions]:
         """Return the inputs of an equation: what a device has of its rows as a part of the sum."""
-        return [self._total(one) for one in inputs] if id(eqn) in self.eqns else inputs
+        if id(eqn) not in self.eqns:
+            return inputs
+        return [self._total(*pair) for pair in zip(eqn.invars, inputs, strict=True)]
 
-    def _total(self, versions: ValueVersions) -> ValueVersions:
+    def _total(self, atom: Any, versions: ValueVersions) -> ValueVersions:
         if not versions.data_varying:
             return versions
         if versions not in self._totals:
@@ -70,6 +76,8 @@ class SumsFirst:
             sharding = TensorSharding(value.sharding.dims, value.sharding.partial | {"data"})
             total = dataclasses.replace(value, sharding=sharding, data_varying=False)
             self._totals[versions] = ValueVersions(total)
+            if atom in self._goals:  # where what it meets does not say how it is split
+                self._resharder.reshard(self._totals[versions], self._goals[atom])
         return self._totals[versions]
 
 
@@ -103,6 +111,17 @@ def _of_sums(
     return ids
 
 
+def _goals(eqns: Sequence[Any], sums: Mapping[Any, TensorSharding]) -> dict[Any, TensorSharding]:
+    """Return the shardings of sums, and of what they are computed of entry by entry."""
+    goals = {**sums}
+    for eqn in reversed(eqns):
+        (var,) = eqn.outvars
+        if var in goals and eqn.primitive.name in ELEMENTWISE:
+            same = [atom for atom in variables(eqn.invars) if atom.aval.shape == var.aval.shape]
+            goals.update((atom, goals[var]) for atom in same)
+    return goals
+
+
 def _linear(
     eqns: Sequence[Any], results: Sequence[Any], sums: Set[Any], batch: Set[Any]
 ) -> Mapping[Any, frozenset[Any]]:
@@ -127,7 +146,7 @@ def _linear(
 
 def _adds_up(eqn: Any, terms: Sequence[int]) -> bool:
     """Whether an equation is linear in its operands of the batch, at the places `terms`."""
-    moves = eqn.primitive.name in _MOVES and terms == [0]
+    moves = (eqn.primitive.name in _MOVES or pads_with_zeros(eqn)) and terms == [0]
     return moves or (eqn.primitive.name != "select_n" and adds_up(eqn, terms))
 
 

@@ -185,8 +185,8 @@ class Partitioner(Resharder):
         }
         eqns = self._rewritten(flat, eqns, results, goal, here)
         split = self._gathers_parameters(known)
-        sums = {var for var, target in goal.items() if self._is_sum(target)}
-        first = SumsFirst(self, eqns, results, sums if split else set(), here)
+        sums = {var: to for var, to in goal.items() if split and self._is_sum(to)}
+        first = SumsFirst(self, eqns, results, sums, here)
         gathers = Gathers(self, eqns, here, first.eqns, once=self.over_layers) if split else None
         readers, less = count_readers(eqns, results), shrinking(eqns, results, later)
         pairs, terms = zip(results, ahead, strict=False), terms_of_sums(eqns, readers)

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal
 from jaxtyping import Array
 
 from plurax.jaxpr.interpret import bind
@@ -41,7 +42,7 @@ from plurax.partition.operators.shape_ops import single_dim_rule
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import Decision, DeferredValue, InnerCollective, Operand, ValueVersions
 from plurax.sharding.reshard import moved
-from plurax.sharding.spec import TensorSharding
+from plurax.sharding.spec import REPLICAS, TensorSharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,13 +157,24 @@ def _few(
     return jnp.where(own, entries, jnp.zeros((), entries.dtype))
 
 
+def pads_with_zeros(eqn: Any) -> bool:
+    """Whether an equation puts zeros around and between the entries of its first operand."""
+    fill = eqn.invars[1] if eqn.primitive.name == "pad" else None
+    return isinstance(fill, Literal) and not fill.val
+
+
 def pad(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Pad dims: split ones by windows, or replicated first."""
     versions, fill = inputs
     config, out = eqn.params["padding_config"], eqn.outvars[0].aval.shape
     padded = [d for d, edge in enumerate(config) if tuple(edge) != (0, 0, 0)]
     # The padding value is added on every device, so a partial sum would count it several times.
+    # Zeros are not: a gradient of a part of a parameter is added to those of the others first.
     have = context.reduced(versions)
+    if pads_with_zeros(eqn):
+        first = maybe_partial(context, eqn.invars[0], versions)
+        over = first.partial.intersection(REPLICAS)
+        have = TensorSharding(first.dims, over) if over else have
     reads: dict[int, Halo] = {}
     for d in padded:
         low, _, between = config[d]
