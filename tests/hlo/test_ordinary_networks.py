@@ -97,6 +97,17 @@ def scaled(p, example, key):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
+def by_channel(p, example, key):
+    x = example["x"]
+    for _ in range(DEPTH):
+        y = jax.lax.conv_general_dilated(
+            (x @ p["up"])[None], p["kernel"], (1,), [(3, 0)],
+            dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=HIDDEN,
+        )  # fmt: skip
+        x = x + jax.nn.silu(y[0]) @ p["down"]
+    return jnp.mean(x**2)
+
+
 def positions(p, example, key):
     x = example["x"]
     away = np.abs(np.arange(TOKENS)[:, None] - np.arange(TOKENS))
@@ -211,6 +222,12 @@ NETWORKS = {
             ("reduce-scatter", (MATRIX + 8 * 4) // 4): 1,
         },
         "data",
+    ),
+    "a convolution by channel": Network(
+        {"up": (WIDTH, HIDDEN), "kernel": (4, 1, HIDDEN), "down": (HIDDEN, WIDTH)},
+        by_channel,
+        split(["up", "kernel"], ["down"]),
+        {("all-reduce", ACTIVATIONS): 2 * DEPTH - 1},
     ),
     "a table of relative positions": Network(
         {"away": (8,), "out": SQUARE},

@@ -681,8 +681,26 @@ OPERATIONS |= {
         ("image", (1, 1), 1, KERNEL, (S(None, "tensor", None, None), TensorSharding.replicated(4))),
         ("grouped", (1, 1), 4, KERNEL[:, :, :2],
          (S(None, None, None, "tensor"), S(None, None, None, "tensor"))),
+        ("by channel", (2, 2), 8, KERNEL[:, :, :1, :8],
+         (S(None, None, None, "tensor"), S(None, None, None, "tensor"))),
+        ("groups of a kernel", (1, 1), 2, KERNEL[:, :, :4],
+         (TensorSharding.replicated(4), S(None, None, None, "tensor"))),
     )
 }  # fmt: skip
+
+
+def squared_sum(fun):
+    return lambda *args: jnp.sum(fun(*args) ** 2)
+
+
+OPERATIONS |= {
+    f"derivatives of a convolution, {groups} groups": (
+        jax.grad(squared_sum(convolved((1, 1), groups)), (0, 1)),
+        (IMAGE[..., :6], RNG.normal(size=(3, 3, 6 // groups, 12))),
+        (S(None, None, None, "tensor"), S(None, None, None, "tensor")),
+    )
+    for groups in (2, 3, 6)
+}
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

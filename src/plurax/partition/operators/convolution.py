@@ -11,6 +11,10 @@ places that its own results need, some of its neighbours' (see `halos.py`):
     dk = conv(x, dy)        the 64 places    dk (4, 8, 8), partial={context}      3 columns of x
 
 In the last one `dy` is the kernel: it is split over the places that are summed over.
+
+Groups of channels, which a convolution keeps apart, are split as a batch of products: a convolution
+by channel, as in Mamba or a ConvNeXt, sends nothing over `tensor`, nor do its derivatives. That by
+the kernel has its groups where others have the batch (`batch_group_count`).
 """
 
 import dataclasses
@@ -23,14 +27,14 @@ from plurax.jaxpr.cpu_forms import convolve
 from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import decided
 from plurax.partition.operators.halos import Halo, Halos, halo, is_cheap
-from plurax.partition.operators.products import SUMMED, match_operands
+from plurax.partition.operators.products import SUMMED, choices, match_operands
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import Decision, ValueVersions
 from plurax.sharding.spec import TensorSharding
 
 
 def convolution(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
-    """Convolve with batch, channels and spatial dims split; grouped dims are replicated."""
+    """Convolve with batch, channels, their groups and spatial dims split."""
     numbers = eqn.params["dimension_numbers"]
     by_feature = eqn.params["feature_group_count"] > 1
     by_batch = eqn.params["batch_group_count"] > 1
@@ -42,6 +46,8 @@ def convolution(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
         labels[0][lhs[1]] = labels[1][rhs[1]] = ("sum", 0)
     if not by_batch and not by_feature:
         labels[1][rhs[0]] = ("right", 0)
+    elif _divides_groups(context, eqn, inputs):
+        labels[0][lhs[1 if by_feature else 0]] = labels[1][rhs[0]] = ("group", 0)
     spatial: dict[Any, Halo] = {}
     for place in range(len(lhs) - 2):
         known = _halo(context, eqn, inputs, place)
@@ -54,7 +60,8 @@ def convolution(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
     filled = ("batch", "space", "window")
     operands, split = match_operands(context, eqn, inputs, labels, filled=filled)
     dims: list[tuple[str, ...]] = [()] * len(out)
-    dims[out[0]], dims[out[1]] = split.get(("batch", 0), ()), split.get(("right", 0), ())
+    dims[out[0]] = split.get(("batch", 0), ())
+    dims[out[1]] = split.get(("right", 0), split.get(("group", 0), ()))
     for kind, place in spatial:
         if kind == "space":
             dims[out[place + 2]] = split.get((kind, place), ())
@@ -62,6 +69,9 @@ def convolution(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
     parts = context.axes.expand
     read = {label: one for label, one in spatial.items() if split.get(label) == parts(one.axis)}
     changed = _without_padding(eqn, [place for _, place in read])
+    for name in ("feature_group_count", "batch_group_count"):
+        count = eqn.params[name]
+        changed[name] = max(1, count // context.axes.size(split.get(("group", 0), ())))
     sharding = TensorSharding(tuple(dims), summed)
     decision = decided(context, eqn, inputs, operands, sharding)
     if read:
@@ -73,6 +83,19 @@ def convolution(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
         return apply(eqn, arrays, **changed)
 
     return dataclasses.replace(decision, operands=tuple(operands), execute=execute)
+
+
+def _divides_groups(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> bool:
+    """Whether the axes that split the channels of an operand divide the groups of channels."""
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
+    count = max(params["feature_group_count"], params["batch_group_count"])
+    of_groups = numbers.lhs_spec[params["feature_group_count"] > 1], numbers.rhs_spec[0]
+    over = [
+        sharding.dims[dim]
+        for dim, one in zip(of_groups, inputs, strict=True)
+        for sharding in choices(one)
+    ]
+    return all(count % context.axes.size(entry) == 0 for entry in over)
 
 
 def _halo(

@@ -183,14 +183,14 @@ def match_operands(
     # Take all axes of one operand, and of the other those that are still free.
     proposals = []
     for first, second in ((0, 1), (1, 0)):
-        for value in _choices(inputs[first]):
+        for value in choices(inputs[first]):
             split = {
                 labels[first][dim]: entry
                 for dim, entry in enumerate(value.dims)
                 if entry and labels[first][dim] is not None
             }
             used = {axis for entry in split.values() for axis in entry}
-            for other in _choices(inputs[second]):
+            for other in choices(inputs[second]):
                 both = dict(split)
                 for dim, entry in enumerate(other.dims):
                     free = tuple(a for a in entry if a not in used)
@@ -207,7 +207,7 @@ def match_operands(
     return operands, best
 
 
-def _choices(versions: ValueVersions) -> list[TensorSharding]:
+def choices(versions: ValueVersions) -> list[TensorSharding]:
     """Return the shardings an operand has, with partial sums reduced."""
     if versions.deferred:
         whole = TensorSharding.replicated(len(versions.shape))

@@ -112,11 +112,14 @@ def reshape(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Deci
     versions, shape = inputs[0], tuple(eqn.outvars[0].aval.shape)
     have = maybe_partial(context, eqn.invars[0], versions)
     entries: list[tuple[str, ...]] = [()] * len(shape)
+    # The derivative of a convolution of groups transposes its kernel in a reshape.
+    order = eqn.params["dimensions"] or range(len(versions.shape))
     lost = []
-    for dim, entry in enumerate(have.dims):
+    for place, dim in enumerate(order):
+        entry = have.dims[dim]
         if not entry:
             continue
-        before = math.prod(versions.shape[:dim])
+        before = math.prod(versions.shape[d] for d in order[:place])
         num_shards = have.num_shards(dim, context.axes.sizes)
         # A new dim can take over the split if it starts at the same stride and divides evenly.
         to = [
@@ -124,7 +127,7 @@ def reshape(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Deci
             for new, size in enumerate(shape)
             if math.prod(shape[:new]) == before and size % num_shards == 0 and not entries[new]
         ]
-        if to and eqn.params["dimensions"] is None and versions.shape[dim] % num_shards == 0:
+        if to and versions.shape[dim] % num_shards == 0:
             entries[to[-1]] = entry
         else:
             lost.append(dim)
