@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,8 @@ else:
     # Objects, or the command line would look for options in them.
     GivenShardings = GivenStrategies = object
 
-Remat = Literal["none", "dots", "full", "offload"]
+RematPolicy = Literal["none", "dots", "full", "offload"]
+Remat = RematPolicy | float
 
 ScheduleName = Literal["gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1"]
 
@@ -132,7 +134,8 @@ data=1 means 'not used'.
     """What the backward pass recomputes instead of storing it: nothing; all but matrix products
     (`dots`); all but the inputs of layers, or outside a loop over layers of segments of equations
     (`full`); or all but products without batch dims, such as those with weights, which are stored
-    in the host's memory (`offload`)."""
+    in the host's memory (`offload`). A number between 0 and 1: as `dots`, but within that share
+    of the bytes of products it stores those that take the most operations for each byte."""
     stream: int | None = None
     """The keys of a block of attention. Products of activations that are summed over their keys,
     as softmax attention is, are then computed block after block, and no array of queries by keys is
@@ -513,6 +516,19 @@ def _one_of(*choices: Any, optional: bool = False) -> Callable[[str, Any], Any]:
     return checked
 
 
+def _remat(field: str, value: Any) -> Remat:
+    """Return a policy of rematerialization, or the share of the bytes of products."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        policy: Remat = _one_of(*get_args(RematPolicy))(field, value)
+        return policy
+    if not 0 < (share := float(value)) < 1:
+        raise errors.PlanError(
+            f"Plan(remat={value!r}): a number is the share of the bytes of matrix products that is "
+            "kept, more than 0 and less than 1. remat='full' keeps none of them, remat='dots' all."
+        )
+    return share
+
+
 _SIZE = _whole("{field}=1 means 'not used'")
 _MICROBATCHES = _whole(
     "{field}=1 means 'not used', and {field}=(3, 1) that one of two devices has more than the other"
@@ -529,7 +545,7 @@ _FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
     "precision": _one_of(*get_args(Precision)),
     "zero": _one_of(0, *ZERO_TEXTS),
     "context_strategy": _one_of(*get_args(ContextStrategy)),
-    "remat": _one_of(*get_args(Remat)),
+    "remat": lambda field, value: _remat(field, value),
     "batch_dim": _one_of(*get_args(BatchDim), optional=True),
     "reduce_dtype": _one_of(*get_args(ReduceDtype), optional=True),
     "schedule": lambda field, value: _schedule(value),

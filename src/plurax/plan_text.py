@@ -128,7 +128,11 @@ def _split_lines(plan: Any) -> list[str]:
             "devices\n    add them up over data; all else keeps its dtype."
         )
     if plan.remat != "none":
-        lines.append(f"  remat={plan.remat}: {REMAT_TEXTS[plan.remat]}")
+        text = REMAT_TEXTS.get(plan.remat) or (
+            f"the backward pass recomputes all but {plan.remat:.0%} of the bytes of matrix "
+            "products, those with\n    the most operations for each byte."
+        )
+        lines.append(f"  remat={plan.remat}: {text}")
     if plan.stream is not None:
         lines.append(
             f"  stream={plan.stream}: attention is computed in blocks of {plan.stream} keys, and "

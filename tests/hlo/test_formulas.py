@@ -290,7 +290,7 @@ def transformer(sequence=False, **axes):
     return compiled(plan, models.transformer_task(), models.text(size))
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", "full", 0.3])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_zero_3_gathers_a_layer_once_in_each_direction(remat, microbatches):
     """Also where the backward pass computes activations again: it needs a weight for both.

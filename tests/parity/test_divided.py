@@ -61,7 +61,7 @@ def plans(draw, name, devices=8):
         zero=draw(st.integers(0, 3)),
         bucket_bytes=draw(st.sampled_from([3000, 25_000_000, 1])),
         microbatches=draw(st.sampled_from([1, 2, 3])),
-        remat=draw(st.sampled_from(["none", "dots", "full"])),
+        remat=draw(st.sampled_from(["none", "dots", "full", 0.3])),
         shardings=draw(st.sampled_from(NETWORKS[name][2])),
     )  # fmt: skip
 
@@ -139,7 +139,7 @@ def test_every_parallelism_in_float32(name, expert):
 @pytest.mark.parametrize(
     ("name", "remat"),
     [
-        *(("transformer", remat) for remat in ("dots", "full", "offload")),
+        *(("transformer", remat) for remat in ("dots", "full", "offload", 0.3)),
         ("convolutional", "dots"),
         *(
             pytest.param("perceptron", remat, marks=pytest.mark.slow)

@@ -144,7 +144,7 @@ def hybrids(draw, name):
         tensor=tensor,
         zero=draw(st.integers(0, 3)),
         microbatches=pipeline * rounds if schedule == "interleaved" else rounds + 1,
-        remat=draw(st.sampled_from(["none", "dots", "full"])),
+        remat=draw(st.sampled_from(["none", "dots", "full", 0.3])),
         layers=draw(
             st.none() | numbers_of_layers(8 if name == "marked" else models.LAYERS, stages)
         ),
@@ -168,7 +168,8 @@ HYBRIDS = {
                                     "zero": 1, "microbatches": 4, "remat": "dots"}),
     "few layers first": ("perceptron", {"pipeline": 3, "layers": (1, 6, 4), "schedule": "zb-h1",
                                          "data": 2, "zero": 2, "microbatches": 3}),
-    "few layers last": ("perceptron", {"pipeline": 4, "layers": (2, 5, 3, 1), "microbatches": 5}),
+    "few layers last": ("perceptron", {"pipeline": 4, "layers": (2, 5, 3, 1), "microbatches": 5,
+                                        "remat": 0.4}),
     "unequal chunks": ("perceptron", {"pipeline": 2, "stages": 4, "layers": (1, 2, 3, 5),
                                       "schedule": "interleaved", "remat": "full", "tensor": 2}),
     "four stages a device": ("perceptron", {"data": 2, "pipeline": 2, "stages": 8, "zero": 1,

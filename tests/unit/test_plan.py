@@ -18,7 +18,7 @@ from plurax.errors import PlanError
 from plurax.jaxpr.remat import POLICIES
 from plurax.launch.network_hosts import free_port
 from plurax.pipeline.schedule import SCHEDULES
-from plurax.plan import ContextStrategy, Remat, ScheduleName
+from plurax.plan import ContextStrategy, RematPolicy, ScheduleName
 from plurax.plan_text import CONTEXT_TEXTS, REMAT_TEXTS, ZERO_TEXTS
 from plurax.planner.costs import REDUCTION
 
@@ -149,7 +149,7 @@ def test_a_file_of_another_editor_is_read(tmp_path):
 def test_what_a_plan_names_is_what_there_is():
     """A plan imports no JAX, so it has the names alone."""
     assert sorted(get_args(ScheduleName)) == sorted(SCHEDULES)
-    assert get_args(Remat) == tuple(POLICIES)
+    assert get_args(RematPolicy) == tuple(POLICIES)
     assert {"none", *REMAT_TEXTS} == set(POLICIES)
     assert (0, *ZERO_TEXTS) == tuple(REDUCTION)
     assert get_args(ContextStrategy) == tuple(CONTEXT_TEXTS)
@@ -255,7 +255,17 @@ def test_toml_that_is_none(tmp_path):
         ("stages = 3\npipeline = 2", "every device needs the same number of stages"),
         ("zero = 3.0", "Plan(zero=3.0): zero must be one of 0, 1, 2, 3."),
         ("zero = true", "Plan(zero=True): zero must be one of 0, 1, 2, 3."),
-        ("remat = 1", "Plan(remat=1): remat must be one of 'none', 'dots', 'full', 'offload'"),
+        (
+            'remat = "all"',
+            "Plan(remat='all'): remat must be one of 'none', 'dots', 'full', 'offload'",
+        ),
+        (
+            "remat = true",
+            "Plan(remat=True): remat must be one of 'none', 'dots', 'full', 'offload'",
+        ),
+        ("remat = 1", "Plan(remat=1): a number is the share of the bytes of matrix products"),
+        ("remat = 0.0", "Plan(remat=0.0): a number is the share of the bytes"),
+        ("remat = nan", "Plan(remat=nan): a number is the share of the bytes"),
         ('precision = ["float32"]', "precision must be one of 'float32', 'bfloat16'"),
         (
             "batch_dim = 0",

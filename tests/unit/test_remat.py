@@ -78,7 +78,7 @@ def test_the_last_segment_is_not_computed_again(fun, at_once, products, recomput
     assert count(jaxpr, "dot_general") == products
 
 
-@pytest.mark.parametrize("policy", ["dots", "full"])
+@pytest.mark.parametrize("policy", ["dots", "full", 0.2, 0.6])
 @pytest.mark.parametrize("fun", [scanned, unrolled, long_tail])
 def test_gradients_are_the_same(fun, policy, x64):
     params, x = arguments()
@@ -110,3 +110,90 @@ def test_an_iteration_is_measured_in_bytes():
     params, x = arguments()
     jaxpr = jax.make_jaxpr(jax.grad(rematerialized(wide_tail, "full")))(params, x).jaxpr
     assert sum(count(jaxpr, name) for name in REMAT) >= 1
+
+
+# --- Within a budget ------------------------------------------------------------------------------
+
+
+def feedforward(params, x):
+    """Three layers in a loop, each of three products."""
+
+    def layer(x, w):
+        wide = jnp.sin(x @ w["up"])  # (32, 64), of 4 terms
+        narrow = jnp.sin(wide @ w["down"])  # (32, 4), of 64 terms
+        return x + jnp.sin(narrow @ w["out"]), None  # (32, 4), of 4 terms
+
+    return jnp.sum(jax.lax.scan(layer, x, params)[0])
+
+
+def feedforward_arguments():
+    sizes = {"up": (4, 64), "down": (64, 4), "out": (4, 4)}
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        n: jax.random.normal(k, (3, *s)) for k, (n, s) in zip(keys, sizes.items(), strict=True)
+    }
+    return params, jnp.ones((32, 4))
+
+
+BYTES = 4 * (32 * 64 + 2 * 32 * 4)
+"""Of the products of a layer."""
+
+
+def stacked(budget):
+    """Return the shapes that the forward loop stacks for the backward loop, without the carry's."""
+    params, x = feedforward_arguments()
+    again = rematerialized(feedforward, budget)
+    jaxpr = jax.make_jaxpr(jax.grad(again))(params, x).jaxpr
+    forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    shapes = [var.aval.shape for var in forward.outvars if len(var.aval.shape) == 3]
+    shapes.remove((3, 32, 4))
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("share", "kept"),
+    [
+        pytest.param(0.05, [], id="nothing"),
+        pytest.param(0.06, [(3, 32, 4)], id="64 terms"),
+        pytest.param(0.12, [(3, 32, 4)] * 2, id="and 4 terms, which fit"),
+        pytest.param(0.95, [(3, 32, 4), (3, 32, 64)], id="and 4 terms, the first"),
+        pytest.param(0.9999, [(3, 32, 4), (3, 32, 64)], id="all but the last"),
+    ],
+)
+def test_what_has_most_operations_for_its_bytes_is_kept_first(share, kept):
+    shapes = stacked(share)
+    assert sorted(shapes) == kept
+    assert sum(4 * np.prod(shape) for shape in shapes) / 3 <= share * BYTES
+
+
+@pytest.mark.parametrize(("policy", "again"), [("full", 6), (0.6, 3), ("dots", 0)])
+def test_of_two_products_of_a_segment_one_fits(policy, again):
+    params, x = arguments()
+    jaxpr = jax.make_jaxpr(jax.grad(rematerialized(unrolled, policy)))(params, x).jaxpr
+    assert count(jaxpr, "dot_general") == 35 + again
+
+
+def test_a_call_is_looked_into_but_its_own_derivative_stays(x64):
+    """`jax.nn.relu` has a derivative of its own at 0; `jax.nn.gelu` is a plain call."""
+
+    def loss(params, x):
+        hidden = jax.nn.relu(jax.jit(lambda x, w: jnp.sin(x @ w))(x, params["head"]) * 0.0)
+        return jnp.sum(jax.nn.gelu(hidden + x @ params["head"]))
+
+    params, x = arguments()
+    want = jax.grad(loss)(params, x)
+    got = jax.grad(rematerialized(loss, 0.5, at_once=False))(params, x)
+    np.testing.assert_allclose(got["head"], want["head"], rtol=1e-12)
+
+
+def test_a_complex_value_and_a_key_are_computed_again(x64):
+    def loss(params, x):
+        key = jax.random.fold_in(jax.random.key(0), 1)
+        noise = jax.random.normal(key, x.shape, x.dtype)
+        waves = jnp.fft.fft((x + noise) @ params["head"])
+        return jnp.sum(jnp.abs(waves * jnp.conj(waves)) ** 1.5)
+
+    params, x = arguments()
+    want = jax.grad(loss)(params, x)
+    got = jax.grad(rematerialized(loss, 0.9, at_once=False))(params, x)
+    np.testing.assert_allclose(got["head"], want["head"], rtol=1e-9)

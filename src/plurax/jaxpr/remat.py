@@ -43,6 +43,7 @@ from plurax.jaxpr.interpret import (
     last_reads,
     variables,
 )
+from plurax.jaxpr.kept_values import KEPT, with_names
 from plurax.jaxpr.key_blocks import STREAMED
 from plurax.plan import Remat
 
@@ -57,7 +58,7 @@ def _products_saveable(primitive: Any, *args: Any, **params: Any) -> bool:
 
 # To add a policy: a row here; its name, in the same place, in `plan.Remat`, and in words in
 # `plan_text.REMAT_TEXTS`. A search tries it, unless `planner.candidates.REMATS` leaves it out.
-POLICIES: dict[Remat, Callable[..., Any] | None] = {
+POLICIES: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "dots": _products_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -89,22 +90,33 @@ def rematerialized(
     >>> float(jax.grad(rematerialized(lambda x: jnp.sin(jnp.sin(x)), "full"))(0.0))
     1.0
     """
-    kept = POLICIES[policy]
-    if kept is None:
+    checkpoint = _checkpoint(policy)
+    if checkpoint is None:
         return fun
-    save = _real(kept)
-
     if whole:
         # Forward and backward are in different programs here, so XLA cannot merge them.
-        return jax.checkpoint(fun, prevent_cse=False, policy=save)
+        return checkpoint(fun, prevent_cse=False)
 
     def again(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
-        out = _in_segments(closed.jaxpr, closed.consts, leaves, save, at_once)
+        out = _in_segments(closed.jaxpr, closed.consts, leaves, checkpoint, at_once)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return again
+
+
+def _checkpoint(policy: Remat) -> Callable[..., Any] | None:
+    """Return `jax.checkpoint` by a policy, `(fun, prevent_cse=True) -> fun`; None: keep all."""
+    if isinstance(policy, float):
+        named = jax.checkpoint_policies.save_only_these_names(KEPT, STREAMED)
+
+        def within(fun: Callable[..., Any], **options: bool) -> Callable[..., Any]:
+            return jax.checkpoint(with_names(fun, policy), policy=named, **options)
+
+        return within
+    kept = POLICIES[policy]
+    return None if kept is None else functools.partial(jax.checkpoint, policy=_real(kept))
 
 
 def _casts_for_loops(jaxpr: Jaxpr) -> list[Any]:
@@ -135,13 +147,13 @@ def _real(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_segments(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array], save: Any, at_once: bool
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array], checkpoint: Any, at_once: bool
 ) -> list[Array]:
     """Evaluate equations: loops iteration by iteration, the others in recomputed segments."""
     known: dict[Any, Any] = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
     )
-    handlers = {"scan": functools.partial(_loop, save=save)}
+    handlers = {"scan": functools.partial(_loop, checkpoint=checkpoint)}
     # In a segment, the cast of a stack would hide from the loop's gradient what it is cast to.
     casts = _casts_for_loops(jaxpr)
     cast = [var for eqn in casts for var in eqn.outvars]
@@ -157,7 +169,7 @@ def _in_segments(
             atoms = variables([atom for eqn in segment for atom in eqn.invars])
             inputs = [atom for atom in dict.fromkeys(atoms) if atom in known]
             again = functools.partial(_segment, segment, inputs, results)
-            out = jax.checkpoint(again, policy=save)(*(known[var] for var in inputs))
+            out = checkpoint(again)(*(known[var] for var in inputs))
         known.update(zip(results, out, strict=True))
     return evaluate([], known, jaxpr.outvars)
 
@@ -259,9 +271,9 @@ def _ordered(
     return interpret(jaxpr, consts, args, dict.fromkeys(REMAT, recomputed))
 
 
-def _loop(eqn: Any, inputs: list[Any], save: Any) -> list[Array]:
+def _loop(eqn: Any, inputs: list[Any], checkpoint: Any) -> list[Array]:
     """Evaluate a `scan` whose iterations the backward pass recomputes."""
     scan = Scan.of(eqn)
     function = jaxpr_as_fun(ClosedJaxpr(scan.body, scan.body_consts))
     # Forward and backward are different loops, which XLA does not merge.
-    return scan.apply(jax.checkpoint(function, prevent_cse=False, policy=save), inputs)
+    return scan.apply(checkpoint(function, prevent_cse=False), inputs)
