@@ -64,6 +64,7 @@ from plurax.planner.experts import is_expert, is_plain, machines_of_kinds
 from plurax.planner.found import Found, Ranked
 from plurax.planner.learned import Computed, Learned
 from plurax.planner.nothing_found import nothing_agrees, nothing_fits
+from plurax.planner.partly_kept import partly_kept
 from plurax.planner.populations import search_population
 from plurax.planner.sizes import Sizes
 from plurax.planner.tensor_search import TensorSearch
@@ -480,7 +481,8 @@ class _Search:
         return Ranked(candidate.plan, plan, estimated, estimated.peak)
 
     def _improve(self) -> None:
-        """Give the fastest plan of each remat policy the faster of two solutions, and rank again.
+        """Give the fastest plan of each remat policy the faster of two solutions, and the fastest
+        that recomputes a share of products to keep, and rank again.
 
         Not one that would stay behind the best.
         """
@@ -491,7 +493,11 @@ class _Search:
                 ranked[index] = self._improved(plan)
             policies.add(plan.plan.remat)
         ranked.sort(key=_fastest_first)
-        self.ranked, self.slower = ranked[: len(self.ranked)], ranked[len(self.ranked) :]
+        if len(self._model.totals) > 1 and ranked:  # or a policy is pinned
+            more = partly_kept(ranked, _SECOND * ranked[0].seconds, self._with_share)
+            ranked = sorted([*ranked, *more], key=_fastest_first)
+        count = len(self.ranked)
+        self.ranked, self.slower = ranked[:count], ranked[count:]
 
     def _improved(self, best: Ranked) -> Ranked:
         """Return a plan with the first of its other solutions that is faster by its estimate."""
@@ -501,14 +507,29 @@ class _Search:
                 break
             before = shardings.exactly(candidate)
             shardings.prefer(candidate, other)
-            with contextlib.suppress(errors.PlanError, errors.MachineError):
-                with self._effort.spent_on("estimate", True):
-                    plan = shardings.plan(candidate)
-                    now = estimate(self._task, self._optimizer, plan, self._batch, self._machine)
-                if now.peak + now.margin <= self._limit and now.seconds < best.seconds:
-                    return Ranked(candidate, plan, now, now.peak)
+            now = self._fitted(candidate)
+            if now is not None and now.seconds < best.seconds:
+                return now
             shardings.prefer(candidate, before)
         return best
+
+    def _with_share(self, best: Ranked, share: float) -> Ranked | None:
+        """Return a plan that keeps a share of its products, if it fits."""
+        if not self._effort.allows("estimate", True):
+            return None
+        candidate = dataclasses.replace(best.candidate, remat=share)
+        self._shardings.take_rules(candidate, best.candidate)
+        return self._fitted(candidate)
+
+    def _fitted(self, candidate: Plan) -> Ranked | None:
+        """Return a candidate with the shardings that are preferred for it, if it fits."""
+        with contextlib.suppress(errors.PlanError, errors.MachineError):
+            with self._effort.spent_on("estimate", True):
+                plan = self._shardings.plan(candidate)
+                now = estimate(self._task, self._optimizer, plan, self._batch, self._machine)
+            if now.peak + now.margin <= self._limit:
+                return Ranked(candidate, plan, now, now.peak)
+        return None
 
     def _refuse(self, candidate: CandidatePlan, why: str) -> None:
         self._known.add(candidate.sizes)

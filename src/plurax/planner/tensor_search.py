@@ -462,6 +462,12 @@ class TensorSearch:
         """Let a candidate have this solution, whatever layers its stages have."""
         self._preferred[dataclasses.replace(plan, layers=None).sizes_text()] = solved
 
+    def take_rules(self, plan: Plan, other: Plan) -> None:
+        """Let a candidate have the solution of another, which differs in what it recomputes, where
+        that has no strategies of single equations."""
+        if _by_rules(self._task, plan):
+            self.prefer(plan, self.exactly(other))
+
     def _of(self, plan: Plan) -> Sharded | None:
         return self._preferred.get(dataclasses.replace(plan, layers=None).sizes_text())
 
