@@ -518,7 +518,7 @@ def _one_of(*choices: Any, optional: bool = False) -> Callable[[str, Any], Any]:
 
 def _remat(field: str, value: Any) -> Remat:
     """Return a policy of rematerialization, or the share of the bytes of products."""
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         policy: Remat = _one_of(*get_args(RematPolicy))(field, value)
         return policy
     if not 0 < (share := float(value)) < 1:

@@ -39,7 +39,7 @@ from plurax.execute.rows import Rows, abstract_rows
 from plurax.jaxpr.compat import HOST_CALLS, inner_jaxprs, is_call_or_remat, open_jaxpr
 from plurax.jaxpr.few_examples import FAST
 from plurax.jaxpr.interpret import all_equations, bind, interpret, source_line
-from plurax.jaxpr.product_dims import product_dims
+from plurax.jaxpr.product_dims import product_operations
 from plurax.jaxpr.row_dependence import RowsRead, row_dependence
 from plurax.jaxpr.row_rules import DOES
 from plurax.mesh import within
@@ -227,29 +227,23 @@ def _is_large(closed: Any, task: Task) -> bool:
     Attention over 65,536 tokens computes values of 34 GB.
     """
     start = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
-    most = max(_total(closed.jaxpr, _computed_bytes) // 8, byte_count(start))
-    return most > MOST_BYTES or _total(closed.jaxpr, _flops) > MOST_FLOPS
+    most = max(_total_bytes(closed.jaxpr) // 8, byte_count(start))
+    return most > MOST_BYTES or sum(map(product_operations, closed.jaxpr.eqns)) > MOST_FLOPS
 
 
-def _total(jaxpr: Any, count: Callable[[Any], int]) -> int:
-    """Return the sum of what `count` says of each equation, in each iteration of its loops."""
+def _total_bytes(jaxpr: Any) -> int:
+    """Return the bytes that equations compute, in each iteration of their loops."""
     total = 0
     for eqn in jaxpr.eqns:
         trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         inner = inner_jaxprs(eqn)
-        total += trips * sum(_total(one, count) for one in inner) if inner else count(eqn)
+        total += trips * sum(map(_total_bytes, inner)) if inner else _computed_bytes(eqn)
     return total
 
 
 def _computed_bytes(eqn: Any) -> int:
     avals = [var.aval for var in eqn.outvars if hasattr(var.aval, "shape")]
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
-
-
-def _flops(eqn: Any) -> int:
-    shapes = [getattr(atom.aval, "shape", ()) for atom in (*eqn.invars, *eqn.outvars[:1])]
-    dims = product_dims(eqn, shapes[:-1], shapes[-1])
-    return 0 if dims is None else 2 * math.prod(dims)
 
 
 def _runnable(closed: Any, task: Task) -> tuple[PyTree, Callable[..., list[Any]]]:

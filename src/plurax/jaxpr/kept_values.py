@@ -31,7 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 from jaxtyping import Array, PyTree
 
-from plurax.jaxpr.compat import inner_jaxprs, is_linear, is_plain_call
+from plurax.jaxpr.compat import is_linear, is_plain_call
 from plurax.jaxpr.fused_attention import FUSED_ATTENTION
 from plurax.jaxpr.interpret import (
     FlatEquations,
@@ -41,7 +41,7 @@ from plurax.jaxpr.interpret import (
     needed,
     variables,
 )
-from plurax.jaxpr.product_dims import product_dims
+from plurax.jaxpr.product_dims import product_operations
 
 KEPT = "plurax.kept"
 """The name of what is kept."""
@@ -113,16 +113,9 @@ def _can_be_kept(var: Any) -> bool:
 
 
 def _operations(eqn: Any) -> float:
-    """Return the operations of the products in an equation. Attention that is computed at once has
-    the most: it is kept under `dots` too, and its products are in no equations."""
-    if eqn.primitive.name in FUSED_ATTENTION:
-        return math.inf
-    trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-    if inner := inner_jaxprs(eqn):
-        return trips * sum(_operations(one) for jaxpr in inner for one in jaxpr.eqns)
-    shapes = [getattr(atom.aval, "shape", ()) for atom in (*eqn.invars, *eqn.outvars[:1])]
-    dims = product_dims(eqn, shapes[:-1], shapes[-1]) if shapes else None
-    return 0 if dims is None else 2 * math.prod(dims)
+    """Return the operations of an equation's products. Attention that is computed at once has the
+    most: it is kept under `dots` too, and its products are in no equations."""
+    return math.inf if eqn.primitive.name in FUSED_ATTENTION else product_operations(eqn)
 
 
 def _bytes(var: Any) -> int:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from plurax.jaxpr.compat import inner_jaxprs
+
 ProductDims = tuple[int, int, int, int]
 """`(m, n, k, batch)` of a product: `2 m n k batch` operations."""
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
@@ -37,3 +39,14 @@ def product_dims(
         n = shapes[1][numbers.rhs_spec[0]]
         return math.prod(out) // max(1, n), n, math.prod(shapes[1]) // max(1, n), 1
     return None
+
+
+def product_operations(eqn: Any) -> int:
+    """Return the operations of the products in an equation, of a loop in all iterations; a
+    multiply-add is two. Operands and results are whole."""
+    if inner := inner_jaxprs(eqn):
+        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        return trips * sum(product_operations(one) for jaxpr in inner for one in jaxpr.eqns)
+    shapes = [getattr(atom.aval, "shape", ()) for atom in (*eqn.invars, *eqn.outvars[:1])]
+    dims = product_dims(eqn, shapes[:-1], shapes[-1]) if shapes else None
+    return 0 if dims is None else 2 * math.prod(dims)

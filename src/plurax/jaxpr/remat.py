@@ -45,7 +45,7 @@ from plurax.jaxpr.interpret import (
 )
 from plurax.jaxpr.kept_values import KEPT, with_names
 from plurax.jaxpr.key_blocks import STREAMED
-from plurax.plan import Remat
+from plurax.plan import Remat, RematPolicy
 
 
 def _products_saveable(primitive: Any, *args: Any, **params: Any) -> bool:
@@ -58,7 +58,7 @@ def _products_saveable(primitive: Any, *args: Any, **params: Any) -> bool:
 
 # To add a policy: a row here; its name, in the same place, in `plan.Remat`, and in words in
 # `plan_text.REMAT_TEXTS`. A search tries it, unless `planner.candidates.REMATS` leaves it out.
-POLICIES: dict[str, Callable[..., Any] | None] = {
+POLICIES: dict[RematPolicy, Callable[..., Any] | None] = {
     "none": None,
     "dots": _products_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -111,8 +111,9 @@ def _checkpoint(policy: Remat) -> Callable[..., Any] | None:
     if isinstance(policy, float):
         named = jax.checkpoint_policies.save_only_these_names(KEPT, STREAMED)
 
-        def within(fun: Callable[..., Any], **options: bool) -> Callable[..., Any]:
-            return jax.checkpoint(with_names(fun, policy), policy=named, **options)
+        def within(fun: Callable[..., Any], prevent_cse: bool = True) -> Callable[..., Any]:
+            fun = with_names(fun, policy)
+            return jax.checkpoint(fun, policy=named, prevent_cse=prevent_cse)
 
         return within
     kept = POLICIES[policy]

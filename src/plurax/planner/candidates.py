@@ -94,7 +94,7 @@ class Model:
     """
 
     like: TrainState
-    totals: Mapping[str, StepTotals]
+    totals: Mapping[Remat, StepTotals]
     parameters: int
     optimizer: int
     tied: int
@@ -126,7 +126,7 @@ def model_of(
     whole = {path: leaf for path, leaf in leaves.items() if not _is_over_data(path, rules)}
     parameters, every = tree.byte_count(whole), tree.byte_count(leaves)
     groups = 1 if parameters == every else machine.devices
-    totals: dict[str, StepTotals] = {}
+    totals: dict[Remat, StepTotals] = {}
     for remat in remats:
         # Of frozen parameters the search counts gradients as of the others.
         fun = gradient(dataclasses.replace(task, frozen=()), precision, remat=remat)

@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from plurax.analysis.estimate import Estimate
-from plurax.plan import Plan
+from plurax.plan import Plan, Remat
 from plurax.planner.sizes import Sizes
 
 
@@ -54,16 +54,16 @@ class Learned:
     microbatch's products start, which bounds count.
     """
 
-    def __init__(self, products: Mapping[str, float]) -> None:
+    def __init__(self, products: Mapping[Remat, float]) -> None:
         self._products = products
         # For a remat policy, the least that an estimate was by what `least` said.
-        self._shares: dict[str, float] = {}
+        self._shares: dict[Remat, float] = {}
         self._ratios: dict[Any, tuple[float, float]] = {}
         # For a remat policy, the seconds in which the kernels of a microbatch start; and of a step
         # those of the update.
-        self._starts: dict[str, float] = {}
+        self._starts: dict[Remat, float] = {}
         # The same of stages, where no plan without them is estimated.
-        self._staged_starts: dict[str, float] = {}
+        self._staged_starts: dict[Remat, float] = {}
         self._bounding: list[tuple[Sizes, float]] = []  # by the sizes of plans that were estimated
         self._least_starts = functools.cache(self._starts_at_least)
         self._updates: list[tuple[int, float]] = []  # those of the update, by the ZeRO level
@@ -106,7 +106,7 @@ class Learned:
         starts = sizes.most_microbatches * max(0.0, others) + update
         return bound + starts / sizes.pipeline
 
-    def _starts_at_least(self, remat: str, devices: int) -> float:
+    def _starts_at_least(self, remat: Remat, devices: int) -> float:
         """Return the seconds in which the kernels of a microbatch start at the least."""
         # What gradients are sent by are kernels, too: those of plans on more devices do not count.
         known = [(sizes, starts) for sizes, starts in self._bounding if sizes.devices <= devices]
@@ -114,7 +114,7 @@ class Learned:
         others = (starts + self._more(remat, sizes.remat) for sizes, starts in known)
         return min(own or others, default=0.0)
 
-    def _more(self, remat: str, other: str) -> float:
+    def _more(self, remat: Remat, other: Remat) -> float:
         """Return by how much the starts of a policy are longer than another's, at the least."""
         every = itertools.product(self._bounding, self._bounding)
         return max(

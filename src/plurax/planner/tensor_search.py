@@ -29,7 +29,7 @@ from plurax.execute.placement import leading_dim
 from plurax.machine import Machine
 from plurax.partition.pins import check
 from plurax.pipeline.stages import even_layers
-from plurax.plan import Plan
+from plurax.plan import Plan, Remat
 from plurax.planner import exact
 from plurax.planner.candidates import tied_bytes
 from plurax.planner.costs import (
@@ -184,11 +184,11 @@ class TensorSearch:
         self._batch_size = leading_dim(batch)
         self._depth = task.stack.depth if task.stack else 0
         # By `tensor`, remat, whether parameters must be split, and whether there are rules alone.
-        self._found: dict[tuple[int, str, bool, bool], list[Sharded]] = {}
+        self._found: dict[tuple[int, Remat, bool, bool], list[Sharded]] = {}
         self._preferred: dict[str, Sharded] = {}
         self._known = KnownGraphs()
         # For a remat policy, why pinned strategies are of another model.
-        self._other: dict[str, errors.PlanError] = {}
+        self._other: dict[Remat, errors.PlanError] = {}
         params, _ = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
         self._tied, leaves = tied_bytes(task, params), tree.named_leaves(params)
         self._shapes = {path: leaf.shape for path, leaf in leaves.items()}
@@ -405,7 +405,7 @@ class TensorSearch:
         """Return the solution for a candidate, found now or shared with another."""
         return self._of(plan) or self._shared(plan) or self._search(plan)
 
-    def has_solved(self, tensor: int, remat: str) -> bool:
+    def has_solved(self, tensor: int, remat: Remat) -> bool:
         """Whether there is a solution of a size of `tensor` and a remat policy."""
         return any(key[:2] == (tensor, remat) for key in self._found)
 

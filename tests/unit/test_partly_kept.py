@@ -1,0 +1,81 @@
+"""Shares of products: which are tried for the fastest plan that recomputes, which are ranked."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import plurax as px
+from plurax.planner.partly_kept import partly_kept
+
+
+def ranked(remat, seconds):
+    return types.SimpleNamespace(plan=px.Plan(remat=remat), seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("plans", "seconds", "tried", "kept"),
+    [
+        pytest.param({"full": 10}, {0.5: 9, 0.75: 8}, [0.5, 0.75], [0.5, 0.75], id="faster"),
+        pytest.param({"full": 10}, {0.5: 9, 0.75: 9.5}, [0.5, 0.75], [0.5, 0.75], id="then slower"),
+        pytest.param({"full": 10}, {0.5: 9}, [0.5, 0.75], [0.5], id="more does not fit"),
+        pytest.param({"full": 10}, {0.25: 9}, [0.5, 0.25], [0.25], id="half does not fit"),
+        pytest.param({"dots": 10}, {0.5: 11, 0.25: 12}, [0.5, 0.25], [], id="slower"),
+        pytest.param({"none": 9.9, "dots": 10}, {0.5: 9}, [0.5, 0.75], [0.5], id="behind another"),
+        pytest.param({"none": 8, "full": 10}, {}, [], [], id="too slow"),
+        pytest.param({"none": 8}, {}, [], [], id="nothing recomputes"),
+    ],
+)
+def test_which_shares_are_tried(plans, seconds, tried, kept):
+    asked = []
+
+    def estimated(plan, share):
+        asked.append(share)
+        assert plan.plan.remat in ("dots", "full")
+        return ranked(share, seconds[share]) if share in seconds else None
+
+    every = [ranked(remat, takes) for remat, takes in plans.items()]
+    found = partly_kept(every, 1.15 * every[0].seconds, estimated)
+    assert asked == tried
+    assert [one.plan.remat for one in found] == kept
+
+
+def attention(depth=2, width=1024, tokens=512):
+    """Layers of attention, in which scores are as many bytes as a dozen other products."""
+
+    def init(key):
+        keys = jax.random.split(key, 6)
+        sizes = dict.fromkeys(("q", "k", "v", "out"), (width, width))
+        sizes |= {"up": (width, 4 * width), "down": (4 * width, width)}
+        return {
+            name: jax.random.normal(key, (depth, *size)) / width**0.5
+            for key, (name, size) in zip(keys, sizes.items(), strict=True)
+        }
+
+    def layer(x, p):
+        q, k, v = ((x @ p[name]).reshape(*x.shape[:2], 4, -1) for name in "qkv")
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
+        x = x + mixed @ p["out"]
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
+
+    def loss(params, batch, keys):
+        return jnp.mean(jax.lax.scan(layer, batch["x"], params)[0] ** 2, (1, 2))
+
+    batch = {"x": jax.ShapeDtypeStruct((64, tokens, width), jnp.float32)}
+    return px.Task(init=init, loss=loss), batch
+
+
+def test_a_search_finds_a_share_that_is_faster_than_each_policy():
+    task, batch = attention()
+    machine = px.Machine.preset("8xTPU-v5e")
+    pinned = {"precision": "bfloat16", "tensor": 8, "microbatches": 1}
+    found = px.search(task, optax.sgd(0.1), batch, machine, pinned=pinned)
+    best, *others = found.ranked
+    assert isinstance(best.plan.remat, float)
+    assert {"dots", "full"} & {one.plan.remat for one in others}
+    estimated = px.estimate(task, optax.sgd(0.1), found.best, batch, machine)
+    assert (estimated.seconds, estimated.peak) == (best.seconds, best.memory)
+    assert px.Plan.from_toml(found.best.to_toml()) == found.best
