@@ -11,35 +11,42 @@ import plurax as px
 from plurax.planner.partly_kept import partly_kept
 
 
-def ranked(remat, seconds):
-    return types.SimpleNamespace(plan=px.Plan(remat=remat), seconds=seconds)
+def ranked(remat, seconds, memory=10):
+    estimated = types.SimpleNamespace(peak=memory - 1, margin=1)
+    return types.SimpleNamespace(
+        plan=px.Plan(remat=remat), seconds=seconds, estimate=estimated, memory=memory - 1
+    )
 
 
 @pytest.mark.parametrize(
-    ("plans", "seconds", "tried", "kept"),
+    ("plans", "shares", "kept"),
     [
-        pytest.param({"full": 10}, {0.5: 9, 0.75: 8}, [0.5, 0.75], [0.5, 0.75], id="faster"),
-        pytest.param({"full": 10}, {0.5: 9, 0.75: 9.5}, [0.5, 0.75], [0.5, 0.75], id="then slower"),
-        pytest.param({"full": 10}, {0.5: 9}, [0.5, 0.75], [0.5], id="more does not fit"),
-        pytest.param({"full": 10}, {0.25: 9}, [0.5, 0.25], [0.25], id="half does not fit"),
-        pytest.param({"dots": 10}, {0.5: 11, 0.25: 12}, [0.5, 0.25], [], id="slower"),
-        pytest.param({"none": 9.9, "dots": 10}, {0.5: 9}, [0.5, 0.75], [0.5], id="behind another"),
-        pytest.param({"none": 8, "full": 10}, {}, [], [], id="too slow"),
-        pytest.param({"none": 8}, {}, [], [], id="nothing recomputes"),
+        pytest.param({"full": 10}, {0.5: (9, 50), 0.75: (8, 70)}, 0.75, id="faster"),
+        pytest.param({"full": 10}, {0.5: (9, 50), 0.75: (9.5, 70)}, 0.5, id="then slower"),
+        pytest.param({"full": 10}, {0.5: (9, 50), 0.75: (9, 50)}, 0.5, id="the same"),
+        pytest.param({"full": 10}, {0.5: (9, 90), 0.75: (8, 101)}, 0.5, id="more does not fit"),
+        # 90 bytes of 180 are free: of half of the products 0.95 of the half.
+        pytest.param({"full": 10}, {0.5: (8, 190), 0.23: (9, 95)}, 0.23, id="half does not fit"),
+        pytest.param({"full": 10}, {0.5: (8, 190), 0.23: (9, 101)}, None, id="nor does that"),
+        pytest.param({"full": 10}, {0.5: (8, 1e5)}, None, id="hardly any"),
+        pytest.param({"dots": 10}, {0.5: (11, 50), 0.25: (12, 40)}, None, id="slower"),
+        pytest.param({"none": 9.9, "dots": 10}, {0.5: (9, 50), 0.75: None}, 0.5, id="not first"),
+        pytest.param({"none": 8, "full": 10}, {}, None, id="too slow"),
+        pytest.param({"none": 8}, {}, None, id="nothing recomputes"),
     ],
 )
-def test_which_shares_are_tried(plans, seconds, tried, kept):
+def test_which_shares_are_tried(plans, shares, kept):
     asked = []
 
     def estimated(plan, share):
         asked.append(share)
         assert plan.plan.remat in ("dots", "full")
-        return ranked(share, seconds[share]) if share in seconds else None
+        return shares[share] and ranked(share, *shares[share])
 
     every = [ranked(remat, takes) for remat, takes in plans.items()]
-    found = partly_kept(every, 1.15 * every[0].seconds, estimated)
-    assert asked == tried
-    assert [one.plan.remat for one in found] == kept
+    found = partly_kept(every, 1.15 * every[0].seconds, 100, estimated)
+    assert asked == [*shares]
+    assert (found and found.plan.remat) == kept
 
 
 def attention(depth=2, width=1024, tokens=512):

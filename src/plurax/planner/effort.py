@@ -5,6 +5,7 @@ A clock would make what is found depend on how fast and how busy the computer is
     evaluations=16     solutions of shardings over `tensor`    8 at most
                        estimates                               what is left of the 16
                        plans of experts, second solutions      of either kind, 16 more
+                       a share of the products kept            2 more
                        looks at what a solution says           1,600
 """
 
@@ -18,12 +19,16 @@ from typing import Literal, final
 EVALUATIONS = 16
 """By default."""
 
+_SHARES = 2
+"""Estimates of the fastest plan with a share of its products kept (`partly_kept.py`)."""
+
 _LOOKS = 100
 """Candidates with known solutions looked at for each evaluation: milliseconds each."""
 
-Step = Literal["solution", "estimate", "look"]
-"""What is done for a candidate. Solutions of shardings over `tensor` and estimates are evaluations,
-for each of which the step is traced; a look takes what is known of a solution."""
+Step = Literal["solution", "estimate", "share", "look"]
+"""What is done for a candidate. Solutions of shardings over `tensor` and estimates, also those of a
+share of products, are evaluations, for each of which the step is traced; a look takes what is known
+of a solution."""
 
 
 @final
@@ -39,6 +44,7 @@ class Effort:
     def __init__(self, evaluations: int, seconds: float | None, started: float) -> None:
         self._usual = self._experts = self._all = evaluations
         self._solutions, self._looks = max(1, evaluations // 2), _LOOKS * evaluations
+        self._shares = _SHARES
         self._end = math.inf if seconds is None else started + seconds
         self._longest = 0.0
         self.found, self.spent, self.stopped = False, 0, False
@@ -59,6 +65,8 @@ class Effort:
             return False
         if step == "look":
             return self._looks > 0
+        if step == "share":
+            return self._shares > 0
         if expert and self._experts > 0:
             return True
         if step == "solution" and self._solutions <= 0:
@@ -75,6 +83,8 @@ class Effort:
             self._longest = max(self._longest, time.perf_counter() - began)
             if step == "look":
                 self._looks -= 1
+            elif step == "share":
+                self._shares -= 1
             elif expert and self._experts > 0:
                 self._experts -= 1
             else:

@@ -64,7 +64,7 @@ from plurax.planner.experts import is_expert, is_plain, machines_of_kinds
 from plurax.planner.found import Found, Ranked
 from plurax.planner.learned import Computed, Learned
 from plurax.planner.nothing_found import nothing_agrees, nothing_fits
-from plurax.planner.partly_kept import partly_kept
+from plurax.planner.partly_kept import partly_kept, safe_bytes
 from plurax.planner.populations import search_population
 from plurax.planner.sizes import Sizes
 from plurax.planner.tensor_search import TensorSearch
@@ -494,8 +494,9 @@ class _Search:
             policies.add(plan.plan.remat)
         ranked.sort(key=_fastest_first)
         if len(self._model.totals) > 1 and ranked:  # or a policy is pinned
-            more = partly_kept(ranked, _SECOND * ranked[0].seconds, self._with_share)
-            ranked = sorted([*ranked, *more], key=_fastest_first)
+            seconds = _SECOND * ranked[0].seconds
+            share = partly_kept(ranked, seconds, self._limit, self._with_share)
+            ranked = sorted([*ranked, *([share] if share else [])], key=_fastest_first)
         count = len(self.ranked)
         self.ranked, self.slower = ranked[:count], ranked[count:]
 
@@ -507,28 +508,30 @@ class _Search:
                 break
             before = shardings.exactly(candidate)
             shardings.prefer(candidate, other)
-            now = self._fitted(candidate)
-            if now is not None and now.seconds < best.seconds:
+            now = self._again(candidate)
+            if now and now.seconds < best.seconds and safe_bytes(now) <= self._limit:
                 return now
             shardings.prefer(candidate, before)
         return best
 
     def _with_share(self, best: Ranked, share: float) -> Ranked | None:
-        """Return a plan that keeps a share of its products, if it fits."""
-        if not self._effort.allows("estimate", True):
+        """Return a plan that keeps a share of its products, or None if it cannot be."""
+        if not self._effort.allows("share", True):
             return None
         candidate = dataclasses.replace(best.candidate, remat=share)
         self._shardings.take_rules(candidate, best.candidate)
-        return self._fitted(candidate)
+        return self._again(candidate, "share")
 
-    def _fitted(self, candidate: Plan) -> Ranked | None:
-        """Return a candidate with the shardings that are preferred for it, if it fits."""
+    def _again(self, candidate: Plan, step: Step = "estimate") -> Ranked | None:
+        """Return a candidate with the solution that is preferred for it, or None if it cannot be.
+
+        It may not fit.
+        """
         with contextlib.suppress(errors.PlanError, errors.MachineError):
-            with self._effort.spent_on("estimate", True):
+            with self._effort.spent_on(step, True):
                 plan = self._shardings.plan(candidate)
                 now = estimate(self._task, self._optimizer, plan, self._batch, self._machine)
-            if now.peak + now.margin <= self._limit:
-                return Ranked(candidate, plan, now, now.peak)
+            return Ranked(candidate, plan, now, now.peak)
         return None
 
     def _refuse(self, candidate: CandidatePlan, why: str) -> None:
