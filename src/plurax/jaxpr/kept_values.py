@@ -47,8 +47,8 @@ KEPT = "plurax.kept"
 """The name of what is kept."""
 
 _LINEAR = frozenset([
-    "add", "add_any", "broadcast_in_dim", "concatenate", "expand_dims", "pad", "reduce_sum",
-    "reshape", "rev", "slice", "squeeze", "sub", "transpose",
+    "add", "add_any", "broadcast_in_dim", "concatenate", "pad", "reduce_sum", "reshape", "rev",
+    "slice", "squeeze", "sub", "transpose",
 ])  # fmt: skip
 """Operations whose derivatives read no operand."""
 
