@@ -108,6 +108,18 @@ def by_channel(p, example, key):
     return jnp.mean(x**2)
 
 
+def of_one_product(parts):
+    def loss(p, example, key):
+        x = example["x"]
+        for _ in range(DEPTH):
+            q, k, v = (part.reshape(TOKENS, 4, -1) for part in parts(x @ p["qkv"]))
+            weights = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k))
+            x = x + jnp.einsum("hqk,khd->qhd", weights, v).reshape(TOKENS, -1) @ p["out"]
+        return jnp.mean(x**2)
+
+    return loss
+
+
 def positions(p, example, key):
     x = example["x"]
     away = np.abs(np.arange(TOKENS)[:, None] - np.arange(TOKENS))
@@ -229,6 +241,22 @@ NETWORKS = {
         split(["up", "kernel"], ["down"]),
         {("all-reduce", ACTIVATIONS): 2 * DEPTH - 1},
     ),
+    **{
+        f"queries, keys and values of one product, {name}": Network(
+            {"qkv": (WIDTH, 3 * WIDTH), "out": SQUARE},
+            of_one_product(parts),
+            split(["qkv"], ["out"]),
+            {
+                # Of three shares each device keeps one, forward and backward.
+                ("collective-permute", ACTIVATIONS // 4): 2 * 2 * DEPTH,
+                ("all-reduce", ACTIVATIONS): 2 * DEPTH - 1,
+            },
+        )
+        for name, parts in (
+            ("split", lambda y: jnp.split(y, 3, -1)),
+            ("reshaped", lambda y: jnp.moveaxis(y.reshape(TOKENS, 3, WIDTH), 1, 0)),
+        )
+    },
     "a table of relative positions": Network(
         {"away": (8,), "out": SQUARE},
         positions,

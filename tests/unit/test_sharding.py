@@ -664,6 +664,21 @@ OPERATIONS = {
 }  # fmt: skip
 
 
+COLUMNS = RNG.normal(size=(6, 24))
+OPERATIONS |= {
+    f"{name} of parts": (fun, (value,), (S(*[None] * (value.ndim - 1), "tensor"),))
+    for name, fun, value in (
+        ("split", lambda x: jnp.split(x, 3, 1), COLUMNS),
+        ("split into others", lambda x: jnp.split(x, [12, 18], 1), COLUMNS),
+        ("concatenation", lambda x: jnp.concatenate([x, 2 * x, x**2], 1), COLUMNS),
+        ("reshape", lambda x: x.reshape(6, 3, 4, 2), COLUMNS),
+        ("reshape with rows", lambda x: x.reshape(2, 3, 3, 8), COLUMNS),
+        ("join", lambda x: x.reshape(6, 30), RNG.normal(size=(6, 5, 6))),
+        ("join with rows", lambda x: x.reshape(3, 60), RNG.normal(size=(3, 2, 5, 6))),
+    )
+}
+
+
 def convolved(strides, groups):
     return lambda x, k: jax.lax.conv_general_dilated(
         x, k, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
@@ -988,6 +1003,14 @@ def test_rules_find_the_first_pattern_and_note_what_does_not_divide():
     assert rules.notes == {"a/odd": "dim 1 is not split: 4 shards do not divide 6"}
 
 
+def test_a_pattern_for_all_parameters_leaves_scalars_whole():
+    rules = Rules([("a/scale", (..., "tensor")), ("*", (..., "tensor"))], {"tensor": 4})
+    assert rules.find("b/scale", ()) == TensorSharding.replicated(0)
+    assert rules.notes == {"b/scale": "a scalar has no dim to split"}
+    with pytest.raises(px.errors.PlanError, match="a/scale has 0 dims"):
+        rules.find("a/scale", ())
+
+
 @pytest.mark.parametrize(
     ("shape", "sharding", "plan", "stacked", "expected"),
     [
@@ -1050,3 +1073,15 @@ def test_a_tensor_axis_that_splits_nothing_is_refused():
         "model for an operator. Or use data=4, which splits the batch and needs no rules. "
         "Parameters: bias, hidden, out. Named activations: none."
     )
+
+
+def test_attention_in_blocks_does_not_split_over_tensor_by_hand():
+    """Its derivative is a function of plurax's own, which is seen."""
+
+    def loss(p, x, keys):
+        weights = jax.nn.softmax(jnp.einsum("bqnh,bknh->bnqk", x * p, x))
+        return jnp.einsum("bnqk,bknh->bqnh", weights, x).sum((1, 2, 3))
+
+    task, x = px.Task(init=lambda key: jnp.ones(()), loss=loss), jnp.zeros((4, 8, 2, 4))
+    with pytest.raises(px.errors.PlanError, match="splits anything over `tensor`"):
+        px.compile(task, models.optimizer(), px.Plan(tensor=2, stream=4), x)

@@ -385,9 +385,11 @@ def _in_pallas(eqn: Any) -> tuple[type[PallasFlash | Splash], dict[str, Any]] | 
     if derivative is None:
         return None
     function, constants = derivative
-    kernel = _BY_DERIVATIVE.get((function.__module__, function.__name__))
+    kernel = _BY_DERIVATIVE.get((function.__module__, getattr(function, "__name__", "")))
+    if kernel is None:
+        return None
     names = inspect.signature(function).parameters
-    return None if kernel is None else (kernel, dict(zip(names, constants, strict=False)))
+    return kernel, dict(zip(names, constants, strict=False))
 
 
 # --- Operations -----------------------------------------------------------------------------------

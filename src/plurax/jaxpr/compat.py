@@ -137,8 +137,8 @@ def derivative_of(eqn: Any) -> tuple[Callable[..., Any], list[Any]] | None:
         outside = inspect.getclosurevars(wrapped.f).nonlocals
         if "bwd" not in outside:
             steps = {by.__name__: args for by, args in wrapped.transforms}
-            constants = steps.get("_prepend_static_args")
-            return constants and (wrapped.f, [one.val for one in constants[0]])
+            constants = steps.get("_prepend_static_args", [[]])[0]
+            return wrapped.f, [one.val for one in constants]
         wrapped = outside["bwd"]
     return None
 

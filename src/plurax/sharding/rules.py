@@ -47,11 +47,15 @@ class Rules:
     def find(self, name: str, shape: Sequence[int]) -> TensorSharding | None:
         """Return the sharding by the first rule that matches `name`, or None if none does.
 
-        A dim that its shards do not divide is replicated, and noted in `notes`. Raises `PlanError`
-        if the rule has more entries than the tensor has dims.
+        A dim that its shards do not divide is replicated, and so is a scalar for which a pattern
+        has a leading `...`; both are noted in `notes`. Raises `PlanError` if the rule has more
+        entries than the tensor has dims.
         """
         for pattern, entries in self.rules:
             if fnmatch.fnmatchcase(name, pattern):
+                if not shape and entries[:1] == (...,) and pattern != name:
+                    self.notes[name] = "a scalar has no dim to split"
+                    return TensorSharding(())
                 return self._checked(name, shape, _aligned(entries, len(shape), name))
         return None
 

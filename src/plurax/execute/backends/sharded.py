@@ -59,7 +59,7 @@ from plurax.execute.totals import (
 from plurax.freezing import trained
 from plurax.jaxpr.annotate import OverContext
 from plurax.jaxpr.at_experts import AT_EXPERTS
-from plurax.jaxpr.compat import inner_jaxprs
+from plurax.jaxpr.compat import derivative_of, inner_jaxprs
 from plurax.jaxpr.interpret import all_equations, holds
 from plurax.jaxpr.rows_apart import ROWS_APART
 from plurax.mesh import platform_of, within
@@ -521,9 +521,14 @@ def _uses_tensor(plan: Plan, tags: set[Tag], jaxpr: Any) -> bool:
 
 def _by_hand(eqn: Any) -> bool:
     """Whether the model splits over devices itself: the backward pass of a `custom_vjp` cannot be
-    seen, and may; that of rows sent to experts, or left apart, does not."""
+    seen, and may; that of rows sent to experts, or left apart, does not, nor one of plurax's own,
+    as of attention in blocks, or of JAX."""
     name, inner = eqn.primitive.name, inner_jaxprs(eqn)
     own = any(holds(jaxpr, which) for jaxpr in inner for which in (AT_EXPERTS, ROWS_APART))
+    derivative = derivative_of(eqn) if name == "custom_vjp_call" else None
+    if derivative is not None:
+        module = getattr(derivative[0], "__module__", "")
+        own = own or module.split(".")[0] in ("jax", "plurax")
     return name in ("shard_map", "sharding_constraint", "custom_vjp_call") and not own
 
 

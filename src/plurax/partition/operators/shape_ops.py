@@ -15,6 +15,7 @@ if the dim is the major one of those it is merged with, or is split into.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +36,7 @@ from plurax.partition.operators.common import (
     with_replicated,
     with_rows_split,
 )
+from plurax.partition.operators.share_exchange import of_parts
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import (
     Decision,
@@ -131,6 +133,10 @@ def reshape(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Deci
             entries[to[-1]] = entry
         else:
             lost.append(dim)
+    if len(lost) == 1 and eqn.params["dimensions"] is None and versions.deferred is None:
+        exchanged = _in_parts(context, eqn, versions, have, lost[0], entries)
+        if exchanged is not None:
+            return exchanged
     if lost and len(shape) == 1 and not have.partial:
 
         def flatten(array: Array) -> Array:
@@ -142,6 +148,57 @@ def reshape(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Deci
     local = sharding.shard_shape(shape, context.axes.sizes)
     operand = with_replicated(versions, have, lost)
     return decided(context, eqn, inputs, [operand], sharding, new_sizes=local)
+
+
+def _in_parts(
+    context: RuleContext,
+    eqn: Any,
+    versions: ValueVersions,
+    have: TensorSharding,
+    dim: int,
+    entries: Sequence[tuple[str, ...]],
+) -> Decision | None:
+    """Cut a split dim into parts, or join it with these, where devices exchange shares of them.
+
+    None where it is neither, or gathered for less. `entries`: of the other dims of the result.
+
+        mesh tensor=4; queries, keys and values of 32 entries each
+        (8, 96), split as (None, tensor), to (8, 3, 32), split as (None, None, tensor)
+    """
+    old, new, over = versions.shape, tuple(eqn.outvars[0].aval.shape), have.dims[dim]
+    before = math.prod(old[:dim])
+    starts = [math.prod(new[:d]) for d in range(len(new))]
+    back = before not in starts
+    if back:  # the parts are dims before it
+        to = max(d for d, start in enumerate(starts) if start <= before)
+        size, parts, share = new[to], before // starts[to], old[dim]
+        inner = range(len([d for d in range(dim) if math.prod(old[:d]) < starts[to]]), dim)
+        fits = before % starts[to] == 0 and not any(have.dims[d] for d in inner)
+    else:
+        to = max(d for d, start in enumerate(starts) if start == before) + 1
+        size, parts, share = old[dim], new[to - 1], new[to] if to < len(new) else 0
+        fits = share > 0
+    if not fits or entries[to] or size % (parts * share) or share % context.axes.size(over):
+        return None
+    readers = 1 if back else context.num_readers(eqn.invars[0])
+    sizes = [size // parts] * parts
+    exchange = of_parts(context, versions, over, sizes, readers=readers, back=back)
+    if exchange is None:
+        return None
+    sharding = TensorSharding(tuple(entries), have.partial).with_dim(to, over)
+    local = sharding.shard_shape(new, context.axes.sizes)
+    operand = Operand(versions, (have,))
+    decision = decided(context, eqn, [versions], [operand], sharding, new_sizes=local)
+    exchanged = functools.partial(exchange.run, context.axes, dim=to if back else dim)
+
+    def execute(array: Array) -> list[Array]:
+        if back:
+            return [exchanged(bind(eqn, [array], new_sizes=local)[0])]
+        return bind(eqn, [exchanged(array)], new_sizes=local)
+
+    shape = local if back else local_shape(context, operand)
+    sent = exchange.sent(shape, to if back else dim, versions.dtype)
+    return dataclasses.replace(decision, execute=execute, sent=sent)
 
 
 def transpose(

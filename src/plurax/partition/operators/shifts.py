@@ -15,7 +15,7 @@ the last token, the device that has them gives them to all, a partial sum.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ from plurax.partition.operators.common import (
 )
 from plurax.partition.operators.halos import Halo, Halos
 from plurax.partition.operators.shape_ops import single_dim_rule
+from plurax.partition.operators.share_exchange import of_parts
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import Decision, DeferredValue, InnerCollective, Operand, ValueVersions
 from plurax.sharding.reshard import moved
@@ -115,6 +116,9 @@ def split(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decisi
         _part(context, eqn.invars[0], versions, {dim: range(start, end)})
         for start, end in zip(starts, ends, strict=True)
     ]
+    exchanged = _exchanged(context, eqn, versions, have, parts)
+    if exchanged is not None:
+        return exchanged
     if not all(part.operand.sharding.dims[dim] for part in parts):
         return single_dim_rule("axis")(context, eqn, inputs)
     outputs = tuple(
@@ -125,6 +129,35 @@ def split(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decisi
         return [part.execute(array) for part, array in zip(parts, arrays, strict=True)]
 
     return Decision(tuple(part.operand for part in parts), outputs, execute)
+
+
+def _exchanged(
+    context: RuleContext,
+    eqn: Any,
+    versions: ValueVersions,
+    have: TensorSharding,
+    parts: Sequence[_Entries],
+) -> Decision | None:
+    """Split a value into parts of which each device gets a share from others.
+
+    None if that is more than all of the value, or than what is read of others for these `parts`.
+    """
+    dim, sizes = eqn.params["axis"], eqn.params["sizes"]
+    readers = context.num_readers(eqn.invars[0])
+    exchange = of_parts(context, versions, have.dims[dim], sizes, readers=readers)
+    reads = [part.operand.halos for part in parts]
+    edges = [sum(one.dims[0][1].edges) for one in reads if one is not None]
+    if exchange is None or (len(edges) == len(parts) and sum(edges) <= exchange.entries):
+        return None
+    operand = Operand(versions, (have,))
+    shares = tuple(size // exchange.devices for size in sizes)
+    decision = decided(context, eqn, [versions], [operand], have, sizes=shares)
+    sent = exchange.sent(local_shape(context, operand), dim, versions.dtype)
+
+    def execute(array: Array) -> Sequence[Array]:
+        return decision.execute(exchange.run(context.axes, array, dim))
+
+    return dataclasses.replace(decision, execute=execute, sent=sent)
 
 
 def _is_few(
@@ -212,6 +245,18 @@ def concatenate(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
     inputs = [inputs[place] for place in some]
     before = common_sharding(context, created(inputs))
     parts = _parts(context, eqn, inputs, before.dims[dim]) if before.dims[dim] else None
+    exchange = None
+    if parts is None and all(before.dims[dim] in _entries(one, dim) for one in inputs):
+        sizes, over = [one.shape[dim] for one in inputs], before.dims[dim]
+        exchange = of_parts(context, inputs[0], over, sizes, back=True)
+    if exchange is not None:
+        decision = decided(context, eqn, inputs, to_sharding(inputs, before), before)
+        join, local = decision.execute, decision.outputs[0].array.shape
+        return dataclasses.replace(
+            decision,
+            execute=lambda *arrays: [exchange.run(context.axes, join(*arrays)[0], dim)],
+            sent=exchange.sent(local, dim, inputs[0].dtype),
+        )
     if parts is None:
         target = before.with_dim(dim, ())
         decision = decided(context, eqn, inputs, to_sharding(inputs, target), target)
@@ -233,6 +278,12 @@ def concatenate(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
 
     decision = decided(context, eqn, inputs, operands, before)
     return dataclasses.replace(decision, execute=execute)
+
+
+def _entries(versions: ValueVersions, dim: int) -> list[tuple[str, ...]]:
+    """Return over which axes a dim is split, of each version of a value that is not deferred."""
+    values = [] if versions.deferred is not None else versions.values
+    return [value.sharding.dims[dim] for value in values]
 
 
 def _parts(
