@@ -120,6 +120,15 @@ def of_one_product(parts):
     return loss
 
 
+def decayed(p, example, key):
+    x = example["x"] @ p["in"]
+    decays = jnp.broadcast_to(jax.nn.sigmoid(p["decays"]), x.shape)
+    _, h = jax.lax.associative_scan(
+        lambda one, two: (one[0] * two[0], one[1] * two[0] + two[1]), (decays, x)
+    )
+    return jnp.mean((h @ p["out"]) ** 2)
+
+
 def positions(p, example, key):
     x = example["x"]
     away = np.abs(np.arange(TOKENS)[:, None] - np.arange(TOKENS))
@@ -257,6 +266,17 @@ NETWORKS = {
             ("reshaped", lambda y: jnp.moveaxis(y.reshape(TOKENS, 3, WIDTH), 1, 0)),
         )
     },
+    "decays along a sequence": Network(
+        {"in": SQUARE, "decays": (WIDTH,), "out": SQUARE},
+        decayed,
+        ZERO,
+        {
+            ("all-gather", 2 * MATRIX): 1,
+            ("all-gather", MATRIX): 1,  # the input has no gradient
+            ("reduce-scatter", 2 * MATRIX // 4): 1,
+        },
+        "data",
+    ),
     "a table of relative positions": Network(
         {"away": (8,), "out": SQUARE},
         positions,

@@ -56,6 +56,7 @@ from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.branches import Branches, cpu_branch
 from plurax.partition.buckets import Gathers, computed_at, together
 from plurax.partition.gradient_sums import SumsFirst
+from plurax.partition.grown import Grown
 from plurax.partition.lookahead import Lookahead
 from plurax.partition.loops import Loop, While
 from plurax.partition.manual import eval_manual_body
@@ -171,8 +172,7 @@ class Partitioner(Resharder):
         later: Sequence[int | None] = (),
     ) -> list[ValueVersions]:
         """Evaluate those of some equations on which `results` depend, given the `known` values."""
-        inside, outer = len(self._calls), self._met
-        self._met = {}
+        inside, outer, self._met = len(self._calls), self._met, {}
         # Readers are counted, and buckets are filled, across calls: all equations in one list.
         flat = flat_equations(eqns, results, known)
         here = {**known, **{var: self.constant(value) for var, value in flat.constants.items()}}
@@ -186,7 +186,7 @@ class Partitioner(Resharder):
         eqns = self._rewritten(flat, eqns, results, goal, here)
         split = self._gathers_parameters(known)
         sums = {var: to for var, to in goal.items() if split and self._is_sum(to)}
-        first = SumsFirst(self, eqns, results, sums, here)
+        first, grown = SumsFirst(self, eqns, results, sums, here), Grown(self, eqns, here)
         gathers = Gathers(self, eqns, here, first.eqns, once=self.over_layers) if split else None
         readers, less = count_readers(eqns, results), shrinking(eqns, results, later)
         pairs, terms = zip(results, ahead, strict=False), terms_of_sums(eqns, readers)
@@ -206,7 +206,7 @@ class Partitioner(Resharder):
         shares_sums = self.shares_sums and not effects
         ordered = in_rounds(eqns, here, readers, self) if shares_sums else eqns
         for index, eqn in enumerate(gathers.eqns if gathers else ordered):
-            inputs = [read(atom) for atom in eqn.invars]
+            inputs = grown.inputs(eqn, [read(atom) for atom in eqn.invars])
             inputs = first.added_up(eqn, inputs)
             goals = [goal.get(var) for var in eqn.outvars]
             self._calls[inside:] = flat.calls.get(id(eqn), ())
