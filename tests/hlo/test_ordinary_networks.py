@@ -129,6 +129,12 @@ def decayed(p, example, key):
     return jnp.mean((h @ p["out"]) ** 2)
 
 
+def of_taps(p, example, key):
+    x = jnp.pad(example["x"], ((2, 0), (0, 0)))
+    y = sum(p["taps"][tap][None] * x[tap : tap + TOKENS] for tap in range(3))
+    return jnp.mean(jnp.tanh(y @ p["out"]) ** 2)
+
+
 def positions(p, example, key):
     x = example["x"]
     away = np.abs(np.arange(TOKENS)[:, None] - np.arange(TOKENS))
@@ -276,6 +282,18 @@ NETWORKS = {
             ("reduce-scatter", 2 * MATRIX // 4): 1,
         },
         "data",
+    ),
+    "a convolution, a sum of slices": Network(
+        {"taps": (3, WIDTH), "out": SQUARE},
+        of_taps,
+        ZERO,
+        {
+            ("all-gather", MATRIX + 3 * 8 * WIDTH): 1,
+            ("all-gather", MATRIX): 1,
+            ("reduce-scatter", (MATRIX + 3 * 8 * WIDTH) // 4): 1,
+        },
+        "data",
+        small=8,
     ),
     "a table of relative positions": Network(
         {"away": (8,), "out": SQUARE},

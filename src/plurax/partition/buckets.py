@@ -356,9 +356,9 @@ def _is_local(eqn: Any, known: Mapping[Any, ValueVersions]) -> bool:
 
 
 def _packed(uses: Sequence[ParameterUse], limit: int) -> list[list[ParameterUse]]:
-    """Group consecutive uses into buckets, none with the same parameter twice."""
+    """Group consecutive uses into buckets, none with the same parameter, or part of it, twice."""
     likes = [(use.var.aval.shape, use.var.aval.dtype) for use in uses]
-    parameters = [use.root for use in uses]
+    parameters = [use.alike for use in uses]
     found = packed(likes, [use.size for use in uses], limit, parameters)
     return [[uses[index] for index in bucket] for bucket in found]
 
