@@ -129,6 +129,13 @@ def decayed(p, example, key):
     return jnp.mean((h @ p["out"]) ** 2)
 
 
+def filtered(p, example, key):
+    waves = np.cos(np.arange(TOKENS)[:, None] * np.arange(1, 5))
+    long = jnp.tanh(waves @ p["first"]) @ p["second"]
+    x = jnp.fft.rfft(example["x"], 2 * TOKENS, 0) * jnp.fft.rfft(long, 2 * TOKENS, 0)
+    return jnp.mean((jnp.fft.irfft(x, 2 * TOKENS, 0)[:TOKENS] @ p["out"]) ** 2)
+
+
 def of_taps(p, example, key):
     x = jnp.pad(example["x"], ((2, 0), (0, 0)))
     y = sum(p["taps"][tap][None] * x[tap : tap + TOKENS] for tap in range(3))
@@ -280,6 +287,18 @@ NETWORKS = {
             ("all-gather", 2 * MATRIX): 1,
             ("all-gather", MATRIX): 1,  # the input has no gradient
             ("reduce-scatter", 2 * MATRIX // 4): 1,
+        },
+        "data",
+    ),
+    "a filter that a network computes": Network(
+        {"first": (4, 8), "second": (8, WIDTH), "out": SQUARE},
+        filtered,
+        ZERO,
+        {
+            ("all-gather", 8 * 8 * WIDTH): 1,
+            ("all-gather", MATRIX): 1,
+            ("all-gather", MATRIX + 8 * 8 * WIDTH): 1,  # backward
+            ("reduce-scatter", (MATRIX + 8 * (8 * WIDTH + 4 * 8)) // 4): 1,
         },
         "data",
     ),

@@ -11,8 +11,8 @@ along a sequence, their powers in `lax.associative_scan`, a kernel of exponentia
     s = r[::2] * r[1::2] (512, 64)        split                      on each device
     y = s * x[:, ::2]                     s gathered, 32768          nothing is sent
 
-The result has no more numbers than one row of the batch needs, and would be as large where
-parameters are not split. What is only repeated is gathered in a bucket (`buckets.py`).
+So is a long filter that a small network computes, as Hyena's. Results are as large where parameters
+are not split. What is only repeated is gathered in a bucket (`buckets.py`).
 """
 
 import dataclasses
@@ -29,6 +29,7 @@ from plurax.sharding.spec import REPLICAS
 
 _MOVED = frozenset(["broadcast_in_dim", "reshape", "squeeze", "transpose"])
 _COMPUTED = ELEMENTWISE | _MOVED | {"concatenate", "pad", "rev", "slice"}
+_COMPUTED |= {"cumlogsumexp", "cumprod", "cumsum", "dot_general", "fft"}
 """Operations of which each device computes all, instead of gathering the result."""
 
 
@@ -73,7 +74,7 @@ class Grown:
 
 
 def _grown(eqns: Sequence[Any], split: Set[Any], batch: Set[Any]) -> frozenset[int]:
-    """Return the equations, by `id`, whose results have more numbers than the split parameters of
+    """Return the equations, by `id`, whose results have more bytes than the split parameters of
     which they are computed, and meet the batch, or are read by such an equation."""
     batch = {*batch}
     origins: dict[Any, frozenset[Any]] = {var: frozenset([var]) for var in split}
@@ -89,7 +90,7 @@ def _grown(eqns: Sequence[Any], split: Set[Any], batch: Set[Any]) -> frozenset[i
         if not of or eqn.primitive.name not in _COMPUTED:
             continue
         (var,) = eqn.outvars
-        if math.prod(var.aval.shape) > sum(math.prod(one.aval.shape) for one in of):
+        if _bytes(var) > sum(map(_bytes, of)):
             grown[var] = eqn
             if eqn.primitive.name in _MOVED and all(v in repeated or v not in grown for v in read):
                 repeated.add(var)
@@ -99,3 +100,7 @@ def _grown(eqns: Sequence[Any], split: Set[Any], batch: Set[Any]) -> frozenset[i
             ids.add(id(eqn))
             met.update(variables(eqn.invars))
     return frozenset(ids)
+
+
+def _bytes(var: Any) -> int:
+    return math.prod(var.aval.shape) * int(var.aval.dtype.itemsize)
