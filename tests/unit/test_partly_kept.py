@@ -19,34 +19,69 @@ def ranked(remat, seconds, memory=10):
 
 
 @pytest.mark.parametrize(
-    ("plans", "shares", "kept"),
+    ("plans", "tried", "kept"),
     [
-        pytest.param({"full": 10}, {0.5: (9, 50), 0.75: (8, 70)}, 0.75, id="faster"),
-        pytest.param({"full": 10}, {0.5: (9, 50), 0.75: (9.5, 70)}, 0.5, id="then slower"),
-        pytest.param({"full": 10}, {0.5: (9, 50), 0.75: (9, 50)}, 0.5, id="the same"),
-        pytest.param({"full": 10}, {0.5: (9, 90), 0.75: (8, 101)}, 0.5, id="more does not fit"),
+        pytest.param(
+            {"full": 10},
+            {(0.5, 1): (9, 50), (0.5, 0.5): (8, 80), (0.5, 0.25): (7, 140), (0.75, 0.5): (7, 99)},
+            (0.75, 0.5),
+            id="fewer microbatches, more products",
+        ),
+        pytest.param(
+            {"full": 10},
+            {(0.5, 1): (9, 50), (0.5, 0.5): (9.1, 80), (0.75, 1): (9, 60)},
+            (0.5, 1),
+            id="neither is faster",
+        ),
+        pytest.param(
+            {"dots": 10},
+            {(0.5, 1): (9, 50), (0.5, 0.5): None, (0.75, 1): (8, 101)},
+            (0.5, 1),
+            id="one microbatch, and more does not fit",
+        ),
         # 90 bytes of 180 are free: of half of the products 0.95 of the half.
-        pytest.param({"full": 10}, {0.5: (8, 190), 0.23: (9, 95)}, 0.23, id="half does not fit"),
-        pytest.param({"full": 10}, {0.5: (8, 190), 0.23: (9, 101)}, None, id="nor does that"),
-        pytest.param({"full": 10}, {0.5: (8, 1e5)}, None, id="hardly any"),
-        pytest.param({"dots": 10}, {0.5: (11, 50), 0.25: (12, 40)}, None, id="slower"),
-        pytest.param({"none": 9.9, "dots": 10}, {0.5: (9, 50), 0.75: None}, 0.5, id="not first"),
+        pytest.param(
+            {"full": 10},
+            {(0.5, 1): (8, 190), (0.23, 1): (9, 95), (0.5, 2): (8.5, 105), (0.5, 4): (8.9, 70)},
+            (0.5, 4),
+            id="half fits with more microbatches",
+        ),
+        pytest.param(
+            {"full": 10},
+            {(0.5, 1): (8, 190), (0.23, 1): (9, 95), (0.5, 2): None},
+            (0.23, 1),
+            id="or does not",
+        ),
+        pytest.param({"full": 10}, {(0.5, 1): (8, 1e5), (0.5, 2): None}, None, id="hardly any"),
+        pytest.param({"dots": 10}, {(0.5, 1): (11, 50), (0.25, 1): (9, 40)}, (0.25, 1), id="less"),
+        pytest.param({"dots": 10}, {(0.5, 1): (11, 50), (0.25, 1): (12, 40)}, None, id="slower"),
+        pytest.param(
+            {"none": 9.9, "dots": 10},
+            {(0.5, 1): (9, 50), (0.5, 0.5): None, (0.75, 1): None},
+            (0.5, 1),
+            id="behind one that recomputes nothing",
+        ),
         pytest.param({"none": 8, "full": 10}, {}, None, id="too slow"),
         pytest.param({"none": 8}, {}, None, id="nothing recomputes"),
     ],
 )
-def test_which_shares_are_tried(plans, shares, kept):
+def test_which_shares_are_tried(plans, tried, kept):
     asked = []
 
-    def estimated(plan, share):
-        asked.append(share)
+    def estimated(plan, share, microbatches):
         assert plan.plan.remat in ("dots", "full")
-        return shares[share] and ranked(share, *shares[share])
+        asked.append((share, microbatches))
+        figures = tried[share, microbatches]
+        if figures is None:
+            return None
+        found = ranked(share, *figures)
+        found.asked = share, microbatches
+        return found
 
     every = [ranked(remat, takes) for remat, takes in plans.items()]
     found = partly_kept(every, 1.15 * every[0].seconds, 100, estimated)
-    assert asked == [*shares]
-    assert (found and found.plan.remat) == kept
+    assert asked == [*tried]
+    assert (found and found.asked) == kept
 
 
 def attention(depth=2, width=1024, tokens=512):

@@ -275,6 +275,7 @@ class _Search:
         self.least_left = self.least_expected = math.inf
         self._best, self._fitting = math.inf, 0  # seconds of the fastest estimate; those that fit
         self._bounds: list[tuple[float, int, CandidatePlan]] = []  # a heap; bounds may have grown
+        self._sizes: set[tuple[Any, ...]] = set()  # mesh axes and microbatches of all candidates
         self._known: set[Sizes] = set()  # of candidates that were estimated, or cannot be
 
     def look(self, every: Sequence[CandidatePlan], count: int) -> None:
@@ -286,6 +287,7 @@ class _Search:
         fitting = [one for one in every if one.memory <= self._limit]
         over = [one for one in every if one.memory > self._limit]
         self.over = len(over)
+        self._sizes = {one.sizes[:4] for one in every}
         for candidate in heapq.nsmallest(_NEAREST, over, key=lambda one: one.memory):
             self._refuse(candidate, "memory")
         self._most = max((self._risk(one.memory) for one in fitting), default=1.0)
@@ -514,11 +516,18 @@ class _Search:
             shardings.prefer(candidate, before)
         return best
 
-    def _with_share(self, best: Ranked, share: float) -> Ranked | None:
-        """Return a plan that keeps a share of its products, or None if it cannot be."""
+    def _with_share(self, best: Ranked, share: float, microbatches: float) -> Ranked | None:
+        """Return a plan that keeps a share of its products, with so many times as many
+        microbatches, or None if it cannot be."""
+        plan = best.candidate
+        count = plan.most_microbatches * microbatches
+        if microbatches != 1 and (plan.data, plan.pipeline, plan.tensor, count) not in self._sizes:
+            return None
+        candidate = dataclasses.replace(plan, remat=share)
+        if microbatches != 1:
+            candidate = dataclasses.replace(candidate, microbatches=int(count))
         if not self._effort.allows("share", True):
             return None
-        candidate = dataclasses.replace(best.candidate, remat=share)
         self._shardings.take_rules(candidate, best.candidate)
         return self._again(candidate, "share")
 
