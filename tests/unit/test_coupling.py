@@ -433,6 +433,19 @@ def test_products_that_would_take_long_are_not_run(monkeypatch):
         check(COUPLED["centre"])
 
 
+def test_what_cannot_be_run_is_told_what_to_write(monkeypatch):
+    """Of a loss in two functions what is written for each example belongs in the second one."""
+    monkeypatch.setattr(coupling, "MOST_FLOPS", 0)
+
+    def outputs(p, b, keys):
+        return centred(b["x"]) @ p["w"]
+
+    loss = px.over_batch(outputs, lambda outputs, b, mask: jnp.where(mask, outputs**2, 0))
+    task = px.Task(init=init, loss=loss, coupled=True)
+    with pytest.warns(UserWarning, match="compute what reads all examples in the second function"):
+        px.compile(task, optax.sgd(0.1), px.Plan(microbatches=2), BATCH)
+
+
 def test_operations_of_products_are_counted():
     """(2, 5, 4) by (2, 4, 3), three times; (5, 4) by (8, 4, 3), each row by each group."""
 

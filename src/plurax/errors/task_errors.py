@@ -50,11 +50,10 @@ def outputs_are_mixed(where: str, line: str) -> TaskError:
     )
 
 
-def rows_may_mix(where: str, line: str) -> str:
+def rows_may_mix(error: TaskError) -> str:
     return (
-        f"{where}: by its trace the result of an example depends on other examples{_meet(line)}, "
-        "and plurax cannot run it here to be sure. If it does, the result changes with the number "
-        "of devices and of microbatches: say Task(..., coupled=True); plurax.verify shows it."
+        "By its trace alone, since plurax cannot run it here to be sure (plurax.verify shows it): "
+        f"{error}"
     )
 
 

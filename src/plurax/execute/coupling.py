@@ -183,7 +183,7 @@ def _check(
         if seen:
             raise refused(where, line)
         if seen is None and any((one.others() == DOES).any() for one in mixed.values()):
-            warn(errors.rows_may_mix(where, line))
+            warn(errors.rows_may_mix(refused(where, line)))
         return closed
     return None
 
