@@ -17,11 +17,11 @@ from plurax.execute.recorder import record_step
 from plurax.machine_fields import Level
 from plurax.planner import effort, search
 from plurax.planner.attention_in_blocks import STREAM
+from plurax.planner.candidate_queue import CandidateQueue
 from plurax.planner.candidates import CandidatePlan
 from plurax.planner.costs import TimeCosts, state_ratios
 from plurax.planner.layer import layer_of
 from plurax.planner.learned import Computed, Learned
-from plurax.planner.search import _CandidateQueue
 from plurax.planner.sizes import Sizes
 from plurax.planner.tensor_search import TensorSearch
 from plurax.report.layer_picture import draw_found
@@ -598,7 +598,7 @@ def test_devices_that_are_left_unused_are_named():
 
 def test_of_equally_fast_plans_the_surer_one_comes_first():
     sizes = Sizes(1, 1, 1, 1, 0, "none", "1f1b", 1)
-    queue = _CandidateQueue()
+    queue = CandidateQueue()
     computed = Computed(2.0, 0.0, 0.0)
     for memory, risk, known in ((9.0, 1.4, computed), (1.0, 1.0, computed), (5.0, 1.2, None)):
         queue.push(2.0, CandidatePlan(sizes, px.Plan(), 2.0, memory), known, risk=risk)
