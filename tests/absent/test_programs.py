@@ -227,6 +227,37 @@ def test_losses_of_all_examples_hold_the_activations_of_one_microbatch(machine):
     assert held[0].temporaries < 1.3 * held[1].temporaries
 
 
+@pytest.mark.parametrize("machine", ["4xH100", pytest.param("v5e:2x2", marks=pytest.mark.slow)])
+def test_a_share_of_the_products_is_held(machine):
+    """Of three in a layer, with 512, 1,024 and 512 terms, the second; the third is added to `x`."""
+    sizes = {"up": (WIDTH, 2 * WIDTH), "mid": (2 * WIDTH, WIDTH), "down": (WIDTH, WIDTH)}
+
+    def init(key):
+        return {
+            name: 0.02 * jax.random.normal(key, (2 * DEPTH, *size)) for name, size in sizes.items()
+        }
+
+    def layer(x, p):
+        for name in ("up", "mid"):
+            y = jax.nn.gelu((x if name == "up" else y) @ p[name])
+        return x + y @ p["down"], None
+
+    def loss(params, batch, keys):
+        return jnp.sum(jax.lax.scan(layer, batch["x"], params)[0] ** 2, axis=1)
+
+    task, devices = px.Task(init=init, loss=loss), px.topology(machine)
+    batch = {"x": jax.ShapeDtypeStruct((4 * 8192, WIDTH), jnp.float32)}
+
+    def held(remat):
+        plan = px.Plan(data=4, remat=remat)
+        return px.compile(task, optax.sgd(0.1), plan, batch, devices=devices).memory().temporaries
+
+    stack = 2 * DEPTH * 8192 * WIDTH * 4
+    none, second, both = (held(remat) / stack for remat in ("full", 0.4, "dots"))
+    assert second - none == pytest.approx(1, abs=0.3)
+    assert both - second == pytest.approx(2, abs=0.3)
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_members_do_not_communicate(machine):
     result = px.analysis.compiled_for(
