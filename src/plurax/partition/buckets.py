@@ -58,7 +58,7 @@ from plurax.sharding.spec import REPLICAS, TensorSharding
 _MOVED = frozenset(["broadcast_in_dim", "reshape", "squeeze", "transpose"])
 _LOCAL = ELEMENTWISE | _MOVED | {"annotate", "rev"}
 """Operations that can run on the shards of a parameter and leave it split."""
-_OF_THEIR_OWN = frozenset(["scan", "while", "cond", AT_EXPERTS, ROWS_APART, *ANNOTATIONS, *REMAT])
+OF_THEIR_OWN = frozenset(["scan", "while", "cond", AT_EXPERTS, ROWS_APART, *ANNOTATIONS, *REMAT])
 """Equations whose bodies are evaluated by the partitioner, or that do not gather parameters."""
 _RECOMPUTED = "rematted_computation"
 """How JAX names what a backward pass computes again."""
@@ -260,7 +260,7 @@ def _uses(
         # A parameter is needed whole only where it meets the batch.
         if id(eqn) in summed or not any(atom in batch for atom in read):
             continue
-        if eqn.primitive.name in _OF_THEIR_OWN:
+        if eqn.primitive.name in OF_THEIR_OWN:
             read = _read_each_turn(eqn, roots, batch)
         for var in dict.fromkeys(read):
             then = repeats.get(var, ())

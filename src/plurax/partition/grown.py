@@ -22,7 +22,7 @@ from typing import Any
 
 from plurax.jaxpr.compat import ELEMENTWISE
 from plurax.jaxpr.interpret import variables
-from plurax.partition.buckets import needs_gather
+from plurax.partition.buckets import OF_THEIR_OWN, needs_gather
 from plurax.partition.resharder import Resharder
 from plurax.partition.values import ShardedValue, ValueVersions, split_by_zero
 from plurax.sharding.spec import REPLICAS
@@ -83,7 +83,8 @@ def _grown(eqns: Sequence[Any], split: Set[Any], batch: Set[Any]) -> frozenset[i
         read = variables(eqn.invars)
         if not batch.isdisjoint(read):
             batch.update(eqn.outvars)
-            met.update(read)
+            if eqn.primitive.name not in OF_THEIR_OWN:  # a loop reads a layer of a stack at a time
+                met.update(read)
             continue
         of = frozenset[Any]().union(*(origins.get(var, frozenset()) for var in read))
         origins.update(dict.fromkeys(eqn.outvars, of))
