@@ -38,6 +38,27 @@ def recurrent_task():
     return px.Task(init=lambda key: {"again": jax.numpy.ones((12, 12)) / 9}, loss=loss)
 
 
+def adapted_task(dtype=jax.numpy.float32):
+    """Products of low rank beside weights that are not trained."""
+
+    def init(key):
+        shapes = {"a": (32, 8), "b": (8, 128), "base": (32, 128), "out": (128, 32)}
+        keys = jax.random.split(key, len(shapes))
+        pairs = zip(keys, shapes.items(), strict=True)
+        return {name: 0.1 * jax.random.normal(one, shape, dtype) for one, (name, shape) in pairs}
+
+    def loss(params, batch, keys):
+        x = batch["x"]
+        hidden = jax.numpy.tanh(x @ params["base"] + (x @ params["a"]) @ params["b"])
+        return ((hidden @ params["out"]) ** 2).mean(-1)
+
+    return px.freeze(px.Task(init=init, loss=loss), "base", "out")
+
+
+def vectors(size):
+    return {"x": jax.numpy.linspace(-1, 1, size * 32, dtype="float32").reshape(size, 32)}
+
+
 def signals(size):
     return {"x": jax.numpy.ones((size, 12))}
 
@@ -49,10 +70,12 @@ MODELS = {
     "transformer": (models.transformer_task, models.text, models.megatron()),
     "stack": (models.transformer_stack, models.text, STACK),
     "recurrent": (recurrent_task, signals, {"again": (None, "tensor")}),
+    "adapted": (adapted_task, vectors,
+                {"base": (None, "tensor"), "b": (None, "tensor"), "out": ("tensor", None)}),
     "convolutional": (models.convolutional_task, models.images, models.CHANNELS),
 }  # fmt: skip
 CASES = [("perceptron", 2, 64), ("perceptron", 8, 64), ("stack", 2, 8), ("convolutional", 4, 8),
-         ("recurrent", 4, 48),
+         ("recurrent", 4, 48), ("adapted", 4, 64),
          pytest.param("transformer", 2, 8, marks=pytest.mark.slow),
          pytest.param("transformer", 3, 8, marks=pytest.mark.slow)]  # fmt: skip
 
@@ -106,6 +129,7 @@ def test_few_strategies_are_written():
     ("name", "data", "tensor"),
     [
         ("perceptron", 2, 2),
+        ("adapted", 2, 2),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (("stack", 2, 2), ("transformer", 1, 2))
@@ -184,3 +208,16 @@ def test_a_walk_counts_every_turn_of_a_loop():
     search = TensorSearch(recurrent_task(), like, lambda plan: BytesSent())
     walk = search.sharded(px.Plan(tensor=2)).walk
     assert walk.moved({"again": TensorSharding.replicated(2)}, []).flops == 4 * 3 * 2 * 8 * 12**2
+
+
+def test_what_is_not_trained_has_no_gradient_and_no_update():
+    """Of much that is frozen ZeRO splits nothing, and no plan by hand is faster."""
+    task, batch, optimizer = adapted_task(), vectors(4096), optax.adam(1e-3)
+    machine = px.Machine.preset("8xH100-80GB")
+    found = px.search(task, optimizer, batch, machine)
+    for plan in (
+        *(px.Plan(data=8, zero=zero) for zero in range(4)),
+        *(px.Plan(data=8 // n, tensor=n, shardings=MODELS["adapted"][2]) for n in (2, 4, 8)),
+    ):
+        by_hand = px.estimate(task, optimizer, plan, batch, machine)
+        assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9), plan

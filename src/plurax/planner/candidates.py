@@ -33,6 +33,7 @@ from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import new_state
 from plurax.execute.placement import leading_dim
 from plurax.execute.rows import abstract_rows
+from plurax.freezing import trained
 from plurax.jaxpr.compat import Scan
 from plurax.jaxpr.interpret import all_equations
 from plurax.jaxpr.remat import POLICIES
@@ -69,9 +70,9 @@ class StepTotals:
     """What a step of the whole batch needs on one device, in one microbatch.
 
     **Fields:** `seconds` of all operations, `products` among them; `forward`, the share of the
-    operations of products in the forward pass, and `layers`, in the layers of a stack; `kept`,
-    bytes that the forward pass keeps for the backward pass; `kinds`, the seconds on each kind of
-    device, of which `seconds` are the least.
+    operations of products in the forward pass, and `layers`, in the equal layers of a stack;
+    `kept`, bytes that the forward pass keeps for the backward pass; `kinds`, the seconds on each
+    kind of device, of which `seconds` are the least.
     """
 
     seconds: float
@@ -87,7 +88,8 @@ class Model:
     """What the bounds of all candidates need to know of a task.
 
     **Fields:** `like`, the training state as `jax.ShapeDtypeStruct`s; `totals`, by remat policy;
-    `parameters` and `optimizer`, the bytes of each; `tied`, those of parameters that the first and
+    `parameters` that are trained, others that are `frozen`, and `optimizer`, the bytes of each;
+    `tied`, those of parameters that the first and
     the last stage hold; `activations`, those that one stage sends to the next for the whole batch;
     `batch_size`; `layers`, the largest number of stages into which the model can be cut;
     `precision`; `names`, of activations; `coupled`, whether the loss couples examples.
@@ -96,6 +98,7 @@ class Model:
     like: TrainState
     totals: Mapping[Remat, StepTotals]
     parameters: int
+    frozen: int
     optimizer: int
     tied: int
     activations: int
@@ -124,21 +127,25 @@ def model_of(
     args = like.params, like.model_state, abstract_rows(batch)
     leaves = tree.named_leaves(like.params)
     whole = {path: leaf for path, leaf in leaves.items() if not _is_over_data(path, rules)}
-    parameters, every = tree.byte_count(whole), tree.byte_count(leaves)
-    groups = 1 if parameters == every else machine.devices
+    trains = tree.named_leaves(trained(task.frozen, like.params))
+    parameters = tree.byte_count({path: whole[path] for path in trains if path in whole})
+    groups = 1 if len(whole) == len(leaves) else machine.devices
     totals: dict[Remat, StepTotals] = {}
     for remat in remats:
-        # Of frozen parameters the search counts gradients as of the others.
-        fun = gradient(dataclasses.replace(task, frozen=()), precision, remat=remat)
-        graph = graph_of(jax.make_jaxpr(fun)(*args), args, Axes({}), searched=())
-        totals[remat] = _totals(graph, machine, task.stack.depth if task.stack else 1, groups)
+        fun = gradient(task, precision, remat=remat)
+        closed = jax.make_jaxpr(fun)(*args)
+        graph = graph_of(closed, args, Axes({}), searched=(), frozen=task.frozen)
+        totals[remat] = _totals(graph, machine, task.stack.depth if task.stack else 0, groups)
     depth = task.stack.depth if task.stack else 0
     marked, activations = _boundaries(graph.traced.jaxpr, depth)
     return Model(
         like,
         totals,
         parameters=parameters,
-        optimizer=int(tree.byte_count(like.opt_state) * parameters / max(every, 1)),
+        frozen=tree.byte_count(whole) - parameters,
+        optimizer=int(
+            tree.byte_count(like.opt_state) * parameters / max(tree.byte_count(trains), 1)
+        ),
         tied=tied_bytes(task, like.params),
         activations=activations,
         batch_size=leading_dim(batch),
@@ -170,7 +177,7 @@ def _totals(graph: Graph, machine: Machine, depth: int, groups: int) -> StepTota
             own = node.trips * strategy.flops
             every += own
             forward += 0 if node.backward else own
-            layers += 0 if node.trips % depth else own
+            layers += own if depth and not node.trips % depth else 0
             products += node.trips
     kept = sum(
         math.prod(value.tensor.shape) * value.tensor.itemsize
@@ -432,7 +439,10 @@ class _Bounds:
         every = known is not None and known.stores_all
         most = sizes.most_microbatches
         kept *= most if every else min(sizes.pipeline, most)
-        return self._held(shards, sizes.data * context, sizes.zero) + kept
+        frozen = held_bytes(
+            model.frozen / shards, 0.0, sizes.data * context, sizes.zero, frozen=True
+        )
+        return self._held(shards, sizes.data * context, sizes.zero) + frozen + kept
 
     def _seconds(self, sizes: Sizes) -> float:
         model, machine, context = self._model, self._machine, self._pinned.context

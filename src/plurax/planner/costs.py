@@ -121,11 +121,11 @@ class TimeCosts:
         """Return the seconds of a parameter's update, and of its gradient over `data`."""
         plan, tensor = self.plan, graph.parameters[path]
         size = sharding.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
-        n = plan.data
+        n, frozen = plan.data, path in graph.frozen
         state = size * self.state_ratios.get(path, 0.0)
         times, packed = self.homes.get(path, (1.0, False))
         moved = update_bytes(size, state, n, plan.zero, packed=packed)
-        update, reduction = times * self.machine.traffic_seconds(moved), 0.0
+        update, reduction = 0.0 if frozen else times * self.machine.traffic_seconds(moved), 0.0
         if n > 1:
             # ZeRO-3 gathers parameters as they are computed with.
             half = plan.precision == "bfloat16" and tensor.itemsize > 2
@@ -139,6 +139,7 @@ class TimeCosts:
                 mesh_devices=self._devices(graph.axes),
                 gathered=2 / tensor.itemsize if half else 1.0,
                 reduced=reduced_share(plan, self.machine, tensor.itemsize),
+                frozen=frozen,
             )
         return update, reduction
 
@@ -203,15 +204,19 @@ def reduction_seconds(
     mesh_devices: int,
     gathered: float = 1.0,
     reduced: float = 1.0,
+    frozen: bool = False,
 ) -> float:
     """Return the seconds in which `data` devices reduce a gradient of `size` bytes.
 
     **Arguments:** `zero`, the stage; `stride`, `mesh_devices`: as of `Machine.collective_seconds`;
     `gathered`, the bytes of a parameter as ZeRO-3 gathers it by its own; `reduced`, those of a
-    gradient as it is added up by its own.
+    gradient as it is added up by its own; `frozen`, whether there is none, and the parameter is
+    only gathered.
     """
     seconds = 0.0
     for kind, count in REDUCTION[zero].items():
+        if frozen and (kind != "all-gather" or zero < 3):
+            continue
         repeated = count * (microbatches if kind in _PER_MICROBATCH[zero] else 1)
         sent = size * (data - 1) / data * (2 if kind == "all-reduce" else 1)
         if kind != "all-gather":
@@ -295,13 +300,16 @@ def parameter_bytes(
     """Return the bytes of a parameter, its gradient and its optimizer state on one device."""
     tensor = graph.parameters[path]
     size = sharding.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
-    return held_bytes(size, size * state_ratios.get(path, 0.0), plan.data, plan.zero)
+    state = size * state_ratios.get(path, 0.0)
+    return held_bytes(size, state, plan.data, plan.zero, frozen=path in graph.frozen)
 
 
-def held_bytes(params: float, state: float, data: int, zero: int) -> float:
+def held_bytes(params: float, state: float, data: int, zero: int, *, frozen: bool = False) -> float:
     """Return the bytes of parameters, their gradients and their optimizer state on one device.
 
-    **Arguments:** `params` and `state`, the bytes of each on one device without ZeRO.
+    **Arguments:** `params` and `state`, the bytes of each on one device without ZeRO; `frozen`,
+    whether they have no gradients.
     """
     split = [data if zero >= level else 1 for level in (3, 2, 1)]
-    return params / split[0] + params / split[1] + state / split[2]
+    gradients = 0.0 if frozen else params / split[1]
+    return params / split[0] + gradients + state / split[2]

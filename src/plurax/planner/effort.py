@@ -6,6 +6,7 @@ A clock would make what is found depend on how fast and how busy the computer is
                        estimates                               what is left of the 16
                        plans of experts, second solutions      of either kind, 16 more
                        a share of the products kept            4 more
+                       others beside the best plan             3 more
                        looks at what a solution says           1,600
 """
 
@@ -25,10 +26,13 @@ _SHARES = 4
 _LOOKS = 100
 """Candidates with known solutions looked at for each evaluation: milliseconds each."""
 
-Step = Literal["solution", "estimate", "share", "look"]
+_BESIDE = 3
+"""Estimates beside the best plan."""
+
+Step = Literal["solution", "estimate", "share", "beside", "look"]
 """What is done for a candidate. Solutions of shardings over `tensor` and estimates, also those of a
-share of products, are evaluations, for each of which the step is traced; a look takes what is known
-of a solution."""
+share of products and of plans beside the best one, are evaluations, for each of which the step is
+traced; a look takes what is known of a solution."""
 
 
 @final
@@ -45,6 +49,7 @@ class Effort:
         self._usual = self._experts = self._all = evaluations
         self._solutions, self._looks = max(1, evaluations // 2), _LOOKS * evaluations
         self._shares = _SHARES
+        self._beside = _BESIDE
         self._end = math.inf if seconds is None else started + seconds
         self._longest = 0.0
         self.found, self.spent, self.stopped = False, 0, False
@@ -67,6 +72,8 @@ class Effort:
             return self._looks > 0
         if step == "share":
             return self._shares > 0
+        if step == "beside":
+            return self._beside > 0
         if expert and self._experts > 0:
             return True
         if step == "solution" and self._solutions <= 0:
@@ -85,6 +92,8 @@ class Effort:
                 self._looks -= 1
             elif step == "share":
                 self._shares -= 1
+            elif step == "beside":
+                self._beside -= 1
             elif expert and self._experts > 0:
                 self._experts -= 1
             else:

@@ -42,7 +42,7 @@ from plurax.planner.equal_layers import classes_of
 from plurax.planner.fewest import minimal
 from plurax.planner.graph import Graph, GraphValue, Use
 from plurax.planner.origins import in_words
-from plurax.planner.problem import Pins, Problem, Solution, Within, written
+from plurax.planner.problem import Pins, Problem, Solution, Ticks, Within, written
 from plurax.sharding.spec import TensorSharding
 
 Columns = dict[TensorSharding, list[int]]
@@ -64,18 +64,20 @@ def solve(
     *,
     within: Within | None = None,
     budget: Budget | None = None,
+    ticks: Ticks | None = None,
     seconds: float = 60.0,
 ) -> Solution:
     """Return the cheapest choice, with the proof of how far from it another could be.
 
     **Arguments:** `pinned`, for some nodes the shardings of their inputs; `within`, for each node
-    the strategies among which to choose; `budget`, of memory; `seconds`, after which the best
-    choice found so far is returned, with its bound.
+    the strategies among which to choose; `budget`, of memory; `ticks`, of devices that run side by
+    side, of which the slowest counts; `seconds`, after which the best choice found so far is
+    returned, with its bound.
 
     Raises `PlanError` if the pins contradict each other, nothing fits the budget, or the seconds
     are over before any choice is found.
     """
-    problem = Problem(graph, costs, pinned, within)
+    problem = Problem(graph, costs, pinned, within, ticks)
     programs = [_IntegerProgram(problem, classes, budget) for classes in classes_of(graph)]
     first, *pairs = (_solved(one, pinned or {}, within, seconds) for one in programs)
     # Layers are decided alike unless pairs of them are better.
@@ -132,6 +134,10 @@ def _contradiction(all_pins: Problem, pinned: Pins, within: Within | None) -> er
     )
 
 
+_NODES = 500
+"""Of branch and bound, where the slowest device counts."""
+
+
 class _IntegerProgram:
     """The variables and constraints of a problem."""
 
@@ -140,14 +146,17 @@ class _IntegerProgram:
     ) -> None:
         self.problem, self.budget = problem, budget
         self._costs: list[float] = []
+        # Of each account of `ticks` the variables that cost something, and what they cost.
+        self._accounts: dict[int, dict[int, float]] = {}
         self._entries: list[tuple[int, int, float]] = []
         self._lower: list[float] = []
         self._seen: set[Any] = set()
         self._upper: list[float] = []
-        # A pin sets a node apart from those of its class that are not pinned so.
+        # A pin sets a node apart from those of its class that are not pinned so, and a stage too.
         alone: dict[Any, int] = {}
+        accounts = problem.ticks.accounts if problem.ticks else [0] * len(classes)
         self._classes = [
-            alone.setdefault((first, tuple(problem.allowed[node])), node)
+            alone.setdefault((first, accounts[node], tuple(problem.allowed[node])), node)
             for node, first in enumerate(classes)
         ]
         self._columns: list[dict[int, int]] = []
@@ -168,6 +177,8 @@ class _IntegerProgram:
             self._carry()
         if budget is not None:
             self._limit(budget)
+        if problem.ticks is not None:
+            self._count_ticks(problem.ticks)
 
     @property
     def size(self) -> int:
@@ -178,12 +189,12 @@ class _IntegerProgram:
         """Add the variables of a node, or its costs to those of the first node of its class."""
         costs, allowed = self.problem.node_costs[node], self.problem.allowed[node]
         if first == node:
-            columns = {choice: self._variable(costs[choice]) for choice in allowed}
+            columns = {choice: self._variable() for choice in allowed}
             self._row([(column, 1.0) for column in columns.values()], 1, 1)
         else:
             columns = self._columns[first]
-            for choice, column in columns.items():
-                self._costs[column] += costs[choice] * self.problem.costs.scale
+        for choice, column in columns.items():
+            self._charge(column, costs[choice], node)
         self._columns.append(columns)
 
     def _key(self, value: GraphValue) -> Any:
@@ -191,9 +202,30 @@ class _IntegerProgram:
         uses = [(self._classes[use.node], use.input, use.trips) for use in value.uses]
         return value.tensor, self._classes[value.node], value.output, tuple(sorted(uses))
 
-    def _variable(self, cost: float) -> int:
+    def _variable(self, cost: float = 0.0) -> int:
         self._costs.append(cost * self.problem.costs.scale)
         return len(self._costs) - 1
+
+    def _charge(self, column: int, cost: float, node: int) -> None:
+        """Add to what a variable costs; with `ticks` to the account of a node."""
+        cost *= self.problem.costs.scale
+        if self.problem.ticks is None:
+            self._costs[column] += cost
+        else:
+            entries = self._accounts.setdefault(self.problem.ticks.accounts[node], {})
+            entries[column] = entries.get(column, 0.0) + cost
+
+    def _count_ticks(self, ticks: Ticks) -> None:
+        """Let a step cost its ticks, and each at least what each of its devices does."""
+        amounts: dict[int, int] = {}
+        for account, entries in self._accounts.items():
+            amounts[account] = amount = self._variable()
+            self._row([(amount, 1.0), *((c, -cost) for c, cost in entries.items())], 0, np.inf)
+        for count, devices in ticks.every:
+            tick = self._variable(count / self.problem.costs.scale)
+            for device in devices:
+                does = [(amounts[one], -share) for one, share in device if one in amounts]
+                self._row([(tick, 1.0), *does], 0, np.inf)
 
     def _row(self, entries: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
         row = len(self._lower)
@@ -224,12 +256,13 @@ class _IntegerProgram:
                     self._row([(column, 1.0) for column in columns], 0, 0)
                 elif cost > 0 and len(uses) == 1 and not (again and move[0].partial):
                     for column in columns:
-                        self._costs[column] += cost * self.problem.costs.scale
+                        self._charge(column, cost, use.node)
                 elif cost > 0:
                     of = self._key(as_is) if move[0].partial else id(value)
                     key = of, *move, use.trips
                     if key not in self._paid:
-                        self._paid[key] = self._variable(cost)
+                        self._paid[key] = self._variable()
+                        self._charge(self._paid[key], cost, use.node)
                     self._no_more(columns, [self._paid[key]])
 
     def _flow(self, value: GraphValue, use: Use, produced: Columns) -> Moves:
@@ -367,7 +400,10 @@ class _IntegerProgram:
             # No variable can be more than one: with that bound HiGHS may take 100 times as long.
             bounds=Bounds(0, np.inf),
             integrality=integrality,
-            options={"time_limit": seconds, "mip_rel_gap": 1e-6},
+            # What the slowest device does is proven slowly, and known no better than that.
+            options={"time_limit": seconds, "mip_rel_gap": 1e-6}
+            if self.problem.ticks is None
+            else {"time_limit": seconds, "mip_rel_gap": 1e-3, "node_limit": _NODES},
         )
 
     def fractional(self, x: Any) -> bool:

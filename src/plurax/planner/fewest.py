@@ -59,7 +59,7 @@ class Walk:
 
     def __init__(self, graph: Graph, named: NameRule | None = None) -> None:
         self._jaxpr, self._consts = graph.traced.jaxpr, graph.traced.consts
-        self._axes, self._named = graph.axes, named
+        self._axes, self._named, self._frozen = graph.axes, named, graph.frozen
         self._params = tree.named_leaves(graph.args[0])
         self._others = [jax.tree.leaves(arg) for arg in graph.args[1:]]
 
@@ -71,7 +71,8 @@ class Walk:
         `shardings` has that of each parameter, by its path.
         """
         partitioner = Partitioner(self._axes, self._named)
-        spec, goals = partitioner.context.spec, list(shardings.values())
+        spec = partitioner.context.spec
+        goals = [one for path, one in shardings.items() if path not in self._frozen]
         inputs = [
             spec(leaf.shape, leaf.dtype, shardings[path], is_param=True)
             for path, leaf in self._params.items()

@@ -25,6 +25,7 @@ values of the graph, and their readers have no input there.
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import initial
 from plurax.execute.placement import leading_dim
 from plurax.execute.rows import abstract_rows
+from plurax.freezing import frozen_leaves
 from plurax.jaxpr.compat import (
     REMAT,
     Scan,
@@ -57,8 +59,10 @@ from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.pins import equations
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import ValueVersions
+from plurax.pipeline.cut import has_boundaries
 from plurax.plan import Plan
 from plurax.planner.shard_strategies import ShardStrategy, StrategyFinder, Tensor, every_sharding
+from plurax.sharding.annotations import Boundary
 from plurax.sharding.axes import Axes
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
@@ -96,7 +100,7 @@ class Node:
 
     **Fields:** `kind`, as in the table above, or the operator of an equation; `path`; `strategies`,
     of which one is chosen; `trips`, how often it runs per step; `backward`, whether it is part of
-    the backward pass.
+    the backward pass; `part`, how many stage boundaries of a model are before it.
     """
 
     kind: str
@@ -104,6 +108,7 @@ class Node:
     strategies: tuple[ShardStrategy, ...]
     trips: float
     backward: bool = False
+    part: int = 0
 
     @property
     def decides(self) -> bool:
@@ -133,8 +138,9 @@ class Graph:
     **Fields:** `axes` of the mesh; `searched`, the axes over which operators may be split; `nodes`;
     `values` that are read by some node; `parameters`, for each parameter's path its shape and
     dtype; `traced`, the closed jaxpr of which it is the graph, and `args`, what that was traced
-    with; `meets`, where rules decide (`plurax.planner.rule_strategies`), for an input, by node and
-    place, the nodes and outputs that a partial sum of it meets further on.
+    with; `frozen`, the paths of parameters without a gradient; `meets`, where rules decide
+    (`plurax.planner.rule_strategies`), for an input, by node and place, the nodes and outputs that
+    a partial sum of it meets further on.
     """
 
     axes: Axes
@@ -144,6 +150,7 @@ class Graph:
     parameters: Mapping[str, Tensor]
     traced: Any = None
     args: tuple[PyTree, ...] = ()
+    frozen: frozenset[str] = frozenset()
     meets: Mapping[tuple[int, int], tuple[tuple[int, int], ...]] = dataclasses.field(
         default_factory=dict
     )
@@ -183,6 +190,7 @@ def graph_of(
     trips: int = 1,
     named: NameRule | None = None,
     finder: StrategyFinder | None = None,
+    frozen: Sequence[str] = (),
 ) -> Graph:
     """Return the graph of a task's gradient.
 
@@ -195,31 +203,32 @@ def graph_of(
     - `trips`: microbatches per step.
     - `named`: a function from an annotation's name and shape to its sharding, or None.
     - `finder`, of `axes` and `searched`: by default a new one.
+    - `frozen`: patterns of parameters that have no gradient.
     """
     builder = _GraphBuilder(finder or StrategyFinder(axes, searched), named)
     params = tree.named_leaves(args[0])
-    others = len(jax.tree.leaves(args[1:]))
-    inputs: list[_TracedValue] = [builder.value(_tensor(leaf)) for leaf in params.values()]
-    inputs += [builder.value(_tensor(leaf)) for leaf in jax.tree.leaves(args[1:])]
-    assert len(inputs) == len(params) + others == len(closed.jaxpr.invars)
+    leaves = [*params.values(), *jax.tree.leaves(args[1:])]
+    inputs: list[_TracedValue] = [builder.value(_tensor(leaf)) for leaf in leaves]
+    assert len(inputs) == len(closed.jaxpr.invars)
     for value in inputs[len(params) :]:
         value.varying = True
     results = builder.evaluate(closed.jaxpr, closed.consts, inputs, "", trips)
+    held = frozenset(itertools.compress(params, frozen_leaves(frozen, args[0])))
     sums = len(results) - len(jax.tree.leaves(args[1]))
-    grads = results[sums - len(params) : sums]
-    for (path, _), value, grad in zip(params.items(), inputs, grads, strict=False):
-        builder.parameter(path, value, grad)
+    first = sums - len(params) + len(held)
+    grads = iter(results[first:sums])
+    for path, value in zip(params, inputs, strict=False):
+        builder.parameter(path, value, None if path in held else next(grads))
     for index, value in enumerate(inputs[len(params) :]):
         builder.fixed("argument", f"argument{index}", [], [value], trips)
     # Totals are reduced once per step; model state is replicated after each microbatch.
-    for index, value in enumerate(results[: sums - len(params)]):
+    for index, value in enumerate(results[:first]):
         builder.fixed("output", f"output{index}", [value], [], 1)
     for index, value in enumerate(results[sums:]):
         builder.fixed("output", f"state{index}", [value], [], trips)
     shapes = {path: value.tensor for path, value in zip(params, inputs, strict=False)}
-    return Graph(
-        axes, tuple(searched), tuple(builder.nodes), builder.read_values(), shapes, closed, args
-    )
+    nodes, values = tuple(builder.nodes), builder.read_values()
+    return Graph(axes, tuple(searched), nodes, values, shapes, closed, args, held)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,8 +270,10 @@ def graph_of_step(
     named = Rules(plan.rules, {"tensor": plan.tensor}).find
     new = StrategyFinder(axes, split, replicated=by_rules)
     finder = known.finders.setdefault((axes, by_rules), new)
-    trips = plan.most_microbatches
-    return graph_of(closed, args, axes, searched=split, trips=trips, named=named, finder=finder)
+    return graph_of(
+        closed, args, axes, searched=split, trips=plan.most_microbatches, named=named,
+        finder=finder, frozen=task.frozen,
+    )  # fmt: skip
 
 
 def _traced(task: Task, plan: Plan, rows: PyTree) -> tuple[Any, tuple[PyTree, PyTree, PyTree]]:
@@ -272,9 +283,8 @@ def _traced(task: Task, plan: Plan, rows: PyTree) -> tuple[Any, tuple[PyTree, Py
         jax.eval_shape(lambda: initial(task, jax.random.key(0))),
     )
     args = params, model_state, abstract_rows(rows)
-    # Of frozen parameters the search counts gradients as of the others.
-    fun = gradient(dataclasses.replace(task, frozen=()), plan.precision, remat=plan.remat)
-    return jax.make_jaxpr(within(abstract_mesh(plan), fun))(*args), args
+    fun = within(abstract_mesh(plan), gradient(task, plan.precision, remat=plan.remat))
+    return jax.make_jaxpr(fun)(*args), args
 
 
 class _TracedValue:
@@ -304,7 +314,8 @@ class _GraphBuilder:
         self._named = named or (lambda name, shape: None)
         self._context = RuleContext(finder.axes)
         self._obeyed: set[Any] = set()
-        self._backward = False
+        self._backward, self._part = False, 0
+        self._boundaries: dict[Boundary, int] = {}
 
     # --- Values and nodes -------------------------------------------------------------------------
 
@@ -326,7 +337,7 @@ class _GraphBuilder:
     ) -> None:
         """Add a node; `input_trips` are how often its inputs are read, if not all `trips` times."""
         index = len(self.nodes)
-        self.nodes.append(Node(kind, path, tuple(strategies), trips, self._backward))
+        self.nodes.append(Node(kind, path, tuple(strategies), trips, self._backward, self._part))
         for number, value in enumerate(inputs):
             times = input_trips[number] if input_trips else trips
             if not value.tensor.zero:
@@ -349,8 +360,9 @@ class _GraphBuilder:
         strategy = ShardStrategy(tuple(map(_whole, inputs)), tuple(map(_whole, outputs)))
         self.node(kind, path, inputs, outputs, [strategy], trips)
 
-    def parameter(self, path: str, value: _TracedValue, grad: _TracedValue) -> None:
-        """Add a parameter, stored as it is chosen; its gradient comes to it once a step."""
+    def parameter(self, path: str, value: _TracedValue, grad: _TracedValue | None) -> None:
+        """Add a parameter, stored as it is chosen; a gradient comes to it once a step."""
+        grad = grad or self.value(dataclasses.replace(value.tensor, zero=True))
         choices = self._every(value.tensor)
         strategies = [ShardStrategy((one,), (one,)) for one in choices]
         self.node("parameter", path, [grad], [value], strategies, 1)
@@ -421,6 +433,7 @@ class _GraphBuilder:
         if is_call_or_remat(eqn):
             if name in REMAT and is_recomputed(eqn):
                 inputs = [self._alias(value) for value in inputs]
+                self._part = 0 if has_boundaries(called_jaxpr(eqn)[0]) else self._part
             operands = call_operands(eqn, inputs)
             return self.evaluate(*called_jaxpr(eqn), operands, f"{path}/", trips)
         if name == "scan":
@@ -452,6 +465,9 @@ class _GraphBuilder:
     ) -> list[_TracedValue]:
         """Fix the sharding of an annotated value; that of its cotangent stays open."""
         tag, transposed = eqn.params.get("tag"), eqn.params.get("transposed", False)
+        if isinstance(tag, Boundary):
+            before = self._boundaries.setdefault(tag, len(self._boundaries))
+            self._part = before if transposed else before + 1
         every = self._every(value.tensor)
         if transposed and tag not in self._obeyed:
             return [value]

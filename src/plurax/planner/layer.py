@@ -37,7 +37,7 @@ from plurax.planner.equal_layers import classes_of
 from plurax.planner.graph import Graph, GraphValue, Use
 from plurax.planner.origins import VIEWS, origin, source_line
 from plurax.planner.shard_strategies import ShardStrategy, Tensor
-from plurax.planner.tensor_search import Sharded
+from plurax.planner.solved_candidate import Sharded
 from plurax.sharding.spec import TensorSharding
 
 Sent = tuple[tuple[str, float], ...]

@@ -97,7 +97,11 @@ class Learned:
 
         Where an estimate was below it, since kernels are fused, that is taken off all of a policy.
         """
-        return self._least(sizes, bound) * self._shares.get(sizes.remat, 1.0)
+        return self._least(sizes, bound) * self.share(sizes.remat)
+
+    def share(self, remat: Remat | float) -> float:
+        """Return the least that an estimate of a remat policy was by its bound, at the most 1."""
+        return self._shares.get(remat, 1.0)
 
     def _least(self, sizes: Sizes, bound: float) -> float:
         others = self._least_starts(sizes.remat, sizes.devices) - self._products[sizes.remat]

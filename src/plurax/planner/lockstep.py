@@ -36,6 +36,7 @@ from plurax.pipeline.schedule import (
     splits_backward,
 )
 from plurax.pipeline.stages import even_layers
+from plurax.planner.problem import Ticks
 from plurax.planner.profile import Share
 
 
@@ -172,21 +173,23 @@ def _stored(
 @dataclasses.dataclass(frozen=True)
 class Stages:
     """The stages of a pipeline: `layers` of each; `seconds` of a step; `kept`, the bytes that a
-    device stores of microbatches; `most`, the layers that the device with the most has."""
+    device stores of microbatches; `most`, the layers that the device with the most has, of parts
+    that differ by their updates."""
 
     layers: tuple[int, ...]
     seconds: float
     kept: float
-    most: int
+    most: float
 
 
 @dataclasses.dataclass(frozen=True)
 class StagedModel:
-    """A model of `depth` equal layers under a schedule, and what its parts take.
+    """A model of `depth` layers under a schedule, and what its parts take.
 
     **Fields:** `schedule`, `pipeline`, `microbatches`, `virtual_stages`, as the plan's; `depth`;
     `layers`, all together, `embedding` and `head`, of one microbatch; `speeds` of the devices at
-    each place of the pipeline, by which seconds are divided, by default 1.
+    each place of the pipeline, by which seconds are divided, by default 1; `parts`, each layer, by
+    default equal ones.
     """
 
     schedule: str | tuple[str, ...]
@@ -198,6 +201,7 @@ class StagedModel:
     embedding: Share
     head: Share
     speeds: tuple[float, ...] | None = None
+    parts: tuple[Share, ...] = ()
 
     def stages(self, layers: Sequence[int]) -> Stages:
         """Return the stages with these layers."""
@@ -210,8 +214,39 @@ class StagedModel:
             self.schedule, self.pipeline, self.microbatches, self.virtual_stages
         )
         slowest = takes[np.arange(self.pipeline)[:, None], what].sum(axis=2).max(axis=1)
-        seconds = float(slowest @ counts)
+        seconds = float(slowest @ counts) + self._update(layers)
         return Stages(tuple(layers), seconds, self._kept(layers), self._most(layers))
+
+    def ticks(self, layers: Sequence[int], nodes: Sequence[tuple[int, str]]) -> Ticks:
+        """Return how the seconds of a step follow from those of nodes, each of a part and of
+        `forward`, `backward` or `update`, with these parts on each stage."""
+        stage_of = [stage for stage, count in enumerate(layers) for _ in range(count)]
+        kinds = {"forward": 0, "backward": 1, "update": 2}
+        accounts = [stage_of[part] + len(layers) * kinds[kind] for part, kind in nodes]
+        what, counts = tick_table(
+            self.schedule, self.pipeline, self.microbatches, self.virtual_stages
+        )
+        halves = 2 if splits_backward(self.schedule) else 1
+
+        def does(device: int, action: int) -> tuple[int, float]:
+            kind, chunk = divmod(action - 1, self.virtual_stages)
+            stage = chunk * self.pipeline + device
+            share = 1 / self.microbatches / self._speed(stage) / (halves if kind else 1)
+            return stage + len(layers) * min(kind, 1), share
+
+        every: list[tuple[float, list[tuple[tuple[int, float], ...]]]] = [
+            (
+                float(count),
+                [
+                    tuple(does(device, action) for action in map(int, actions) if action)
+                    for device, actions in enumerate(devices)
+                    if any(actions)
+                ],
+            )
+            for devices, count in zip(what, counts, strict=True)
+        ]
+        updates = [((stage + 2 * len(layers), 1.0),) for stage in range(len(layers))]
+        return Ticks(accounts, [*every, (1.0, updates)])
 
     def balanced_stages(self) -> Stages:
         """Return stages whose slowest is fastest, with the seconds that follow from it alone.
@@ -219,7 +254,8 @@ class StagedModel:
         No table of ticks is drawn up, which takes seconds for a hundred devices. Where stages
         differ the seconds are more than those of `stages`: every tick counts as the slowest stage.
         """
-        even = self.speeds is None and not max(self.embedding.seconds, self.head.seconds)
+        ends = max(self.embedding.seconds, self.head.seconds)
+        even = self.speeds is None and not ends and not self.parts
         stages = self.pipeline * self.virtual_stages
         layers = even_layers(self.depth, stages) if even else self.balanced()
         forward = float(self._times(layers, "forward").max())
@@ -228,7 +264,7 @@ class StagedModel:
         times = stage_times(
             self.schedule, self.pipeline, self.microbatches, self.virtual_stages, share
         )
-        seconds = times * (forward + backward)
+        seconds = times * (forward + backward) + self._update(layers)
         return Stages(tuple(layers), seconds, self._kept(layers), self._most(layers))
 
     def _kept(self, layers: Sequence[int]) -> float:
@@ -236,26 +272,44 @@ class StagedModel:
         stored = stored_microbatches(
             self.schedule, self.pipeline, self.microbatches, self.virtual_stages
         )
-        most = max(count * stored[stage % self.pipeline] for stage, count in enumerate(layers))
+        kept = self._of_stages(layers, "kept")
+        most = max(size * stored[stage % self.pipeline] for stage, size in enumerate(kept))
         ends = max(stored[0] * self.embedding.kept, stored[-1] * self.head.kept)
-        return most * self.layers.kept / self.depth + ends
+        return float(most + ends)
 
-    def _most(self, layers: Sequence[int]) -> int:
+    def _most(self, layers: Sequence[int]) -> float:
+        updates = self._of_stages(layers, "update").reshape(self.virtual_stages, -1).sum(axis=0)
+        if self.parts and updates.any():
+            return float(self.depth * updates.max() / updates.sum())
         return max(layers) * self.virtual_stages
 
     def _times(self, given: Sequence[int], way: str) -> Float[np.ndarray, "devices virtual_stages"]:
         """Return the seconds of each stage for one microbatch, `forward` or `backward`."""
-        seconds = np.array(given) * (getattr(self.layers, way) / self.depth)
+        seconds = self._of_stages(given, way)
         seconds[0] += getattr(self.embedding, way)
         seconds[-1] += getattr(self.head, way)
         of_devices = seconds.reshape(self.virtual_stages, self.pipeline).T
         return of_devices / np.array(self.speeds or [1.0] * self.pipeline)[:, None]
 
+    def _update(self, layers: Sequence[int]) -> float:
+        """Return the seconds of the update of the stage that takes longest."""
+        return float(self._of_stages(layers, "update").max())
+
+    def _of_stages(self, layers: Sequence[int], field: str) -> Float[np.ndarray, " stages"]:
+        """Return a field of the layers of each stage, added up."""
+        if not self.parts:
+            return np.array(layers) * (getattr(self.layers, field) / self.depth)
+        sums = np.cumsum([0.0, *(getattr(part, field) for part in self.parts)])
+        ends = np.cumsum([0, *layers])
+        return sums[ends[1:]] - sums[ends[:-1]]
+
     def balanced(self) -> tuple[int, ...]:
         """Return the layers of each stage with which the slowest stage is fastest.
 
-        Layers are equal, so each may go to the stage that is fastest with one more.
+        Equal layers may each go to the stage that is fastest with one more.
         """
+        if self.parts:
+            return self._balanced_parts()
         stages = self.pipeline * self.virtual_stages
         counts = [1] * stages
         queue = [(self.stage_seconds(stage, 2), stage) for stage in range(stages)]
@@ -265,6 +319,24 @@ class StagedModel:
             counts[stage] += 1
             heapq.heappush(queue, (self.stage_seconds(stage, counts[stage] + 1), stage))
         return tuple(counts)
+
+    def _balanced_parts(self) -> tuple[int, ...]:
+        """Return the layers of each stage, of which the slowest is fastest, by dynamic programming.
+
+        `slowest[end]` is that of the first stages if these have the layers before `end`.
+        """
+        sums = np.cumsum([0.0, *(part.seconds for part in self.parts)])
+        slowest, starts = np.where(np.arange(self.depth + 1) == 0, 0.0, np.inf), []
+        for stage in range(self.pipeline * self.virtual_stages):
+            own = (sums[None] - sums[:, None]) / self._speed(stage)
+            own[np.tril_indices(self.depth + 1)] = np.inf  # a stage has a layer at least
+            longest = np.maximum(slowest[:, None], own)
+            starts.append(longest.argmin(axis=0))
+            slowest = longest.min(axis=0)
+        ends = [self.depth]
+        for start in reversed(starts):
+            ends.append(int(start[ends[-1]]))
+        return tuple(end - start for start, end in itertools.pairwise(reversed(ends)))
 
     def towards_the_fast(self, slowest: float) -> tuple[int, ...] | None:
         """Return the layers with as many as can be on fast devices, no stage being slower.
@@ -285,8 +357,15 @@ class StagedModel:
         """Return the seconds of one stage with some layers, forward and backward."""
         last = self.pipeline * self.virtual_stages - 1
         ends = self.embedding.seconds * (stage == 0) + self.head.seconds * (stage == last)
-        speed = self.speeds[stage % self.pipeline] if self.speeds else 1.0
-        return (count * self.layers.seconds / self.depth + ends) / speed
+        return (count * self.layers.seconds / self.depth + ends) / self._speed(stage)
+
+    def _speed(self, stage: int) -> float:
+        return self.speeds[stage % self.pipeline] if self.speeds else 1.0
+
+    def seconds_of(self, layers: Sequence[int]) -> list[float]:
+        """Return the seconds of each stage, forward and backward."""
+        every = self._times(layers, "forward") + self._times(layers, "backward")
+        return [float(seconds) for seconds in every.T.reshape(-1)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -295,7 +374,7 @@ def fastest_stages(model: StagedModel) -> Stages:
     which is as much as the seconds can be relied on."""
     even = model.stages(even_layers(model.depth, model.pipeline * model.virtual_stages))
     choices = [even, model.stages(model.balanced())]
-    if model.speeds is not None:
+    if model.speeds is not None and not model.parts:
         # As many layers as can be on fast devices, while no stage takes longer than one of these.
         limits = {
             model.stage_seconds(stage, count)
@@ -317,7 +396,8 @@ def _climbed(model: StagedModel, best: Stages) -> Stages:
     """
     stages = len(best.layers)
     for _ in range(model.depth):
-        busy = sorted(range(stages), key=lambda s: -model.stage_seconds(s, best.layers[s]))
+        seconds = model.seconds_of(best.layers)
+        busy = sorted(range(stages), key=lambda stage: -seconds[stage])
         moved = best
         for source, target in itertools.product(busy[:_SLOWEST], busy[-_FASTEST:]):
             layers = list(best.layers)

@@ -37,7 +37,8 @@ from plurax.members import Members
 from plurax.plan import Plan
 from plurax.planner.effort import EVALUATIONS
 from plurax.planner.found import Found, wrapped
-from plurax.planner.search import pinned_fields, search
+from plurax.planner.search import search
+from plurax.planner.wanted import pinned_fields
 from plurax.task import Task
 from plurax.tree import human_bytes
 from plurax.user_frames import user_frames

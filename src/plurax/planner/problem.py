@@ -35,8 +35,32 @@ Within = Sequence[Sequence[int]]
 SAID_BY_MODEL = ANNOTATIONS | {"shard_map"}
 """Operators by which a model itself says shardings."""
 
-Copies = dict[tuple[TensorSharding, TensorSharding, float], None]
-"""Reshards, from and to a sharding, and how often each is done in a step."""
+Copies = dict[tuple[TensorSharding, TensorSharding, float], int]
+"""Reshards, from and to a sharding, and how often each is done in a step, with their readers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticks:
+    """How the seconds of a step follow from those of its parts, where devices run side by side.
+
+    A tick takes as long as the longest of what its devices do. Two stages of two parts each:
+
+        accounts   forward of stage 0, of stage 1, backward of each, update of each      0 .. 5
+        ticks      once F of stage 0; 3 times B of stage 0 beside F of stage 1; ...
+
+    **Fields:** `accounts`, for each node that of its seconds; `every`, how often there is a tick,
+    and the accounts of each device in it, with the share of its seconds.
+    """
+
+    accounts: Sequence[int]
+    every: Sequence[tuple[float, Sequence[Sequence[tuple[int, float]]]]]
+
+    def seconds(self, amounts: Sequence[float]) -> float:
+        """Return the seconds of a step by those of each account."""
+        return sum(
+            count * max(sum(share * amounts[one] for one, share in device) for device in devices)
+            for count, devices in self.every
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +93,8 @@ def written(inputs: Sequence[TensorSharding | None]) -> str:
 class Problem:
     """A graph with the cost of every strategy, and the strategies that pins and `within` leave.
 
-    **Attributes:** `graph`, `costs`; `reshard`, the cost of a reshard.
+    **Attributes:** `graph`, `costs`; `reshard`, the cost of a reshard; `ticks`, where the cost of a
+    choice is no sum.
 
     Raises `PlanError` for a pin of no node, or that is no strategy of it.
     """
@@ -80,8 +105,9 @@ class Problem:
         costs: TimeCosts,
         pinned: Pins | None = None,
         within: Within | None = None,
+        ticks: Ticks | None = None,
     ) -> None:
-        self.graph, self.costs, self._within = graph, costs, within
+        self.graph, self.costs, self._within, self.ticks = graph, costs, within, ticks
         for path, inputs in (pinned or {}).items():
             self._pin(path, tuple(inputs))
         self.reshard = functools.cache(functools.partial(costs.reshard, graph.axes))
@@ -165,13 +191,18 @@ class Problem:
         for use in value.uses:
             strategy = nodes[use.node].strategies[choice[use.node]]
             for first, second in strategy.reshards(use.input, source):
-                copies[first, second, use.trips] = None
+                copies.setdefault((first, second, use.trips), use.node)
         return copies
 
     def cost(self, choice: Sequence[int]) -> float:
         """Return the cost of a choice; infinity if it is not possible."""
-        total = sum(self.node_costs[index][one] for index, one in enumerate(choice))
+        amounts = [self.node_costs[index][one] for index, one in enumerate(choice)]
         for value in self.graph.values:
-            for source, target, trips in self.copies(value, choice):
-                total += trips * self.reshard(value.tensor, source, target)
-        return total
+            for (source, target, trips), reader in self.copies(value, choice).items():
+                amounts[reader] += trips * self.reshard(value.tensor, source, target)
+        if self.ticks is None:
+            return sum(amounts)
+        accounts = [0.0] * (1 + max(self.ticks.accounts))
+        for account, amount in zip(self.ticks.accounts, amounts, strict=True):
+            accounts[account] += amount
+        return self.ticks.seconds(accounts)

@@ -14,20 +14,24 @@ long as its slowest action, so forward and backward count apart.
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 from plurax.planner.costs import TimeCosts
 from plurax.planner.graph import Graph
+from plurax.planner.parts import parts_of
 from plurax.planner.problem import Problem, Solution
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
     """A part of a model: `forward` and `backward`, its seconds for one microbatch; `kept`, the
-    bytes that its forward pass keeps for its backward pass."""
+    bytes that its forward pass keeps for its backward pass; `update`, the seconds of its parameters
+    in a step, and of their gradients over `data`, if its stage alone has them."""
 
     forward: float
     backward: float
     kept: float
+    update: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -36,7 +40,8 @@ class Share:
 
     def times(self, factor: float) -> "Share":
         """Return the share of a microbatch that is so much larger."""
-        return Share(self.forward * factor, self.backward * factor, self.kept * factor)
+        passes = self.forward * factor, self.backward * factor
+        return Share(*passes, self.kept * factor, self.update)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +51,8 @@ class SolutionProfile:
     **Fields:** `layers`, all of them together; `embedding` and `head`, what is before and after
     them; `once`, seconds of a step whatever its microbatches, the update of parameters aside;
     `copies`, bytes of what is computed from parameters alone and kept, such as their copies in
-    bfloat16.
+    bfloat16; `parts`, of a model that stage boundaries cut, each of them, which `layers` are
+    together.
     """
 
     layers: Share
@@ -54,6 +60,7 @@ class SolutionProfile:
     head: Share
     once: float
     copies: float
+    parts: tuple[Share, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -74,8 +81,9 @@ def profile_of(
     `depth` is the number of layers of a stack, or 0: then all of a model is in layers, as the parts
     of a model with boundaries are.
     """
-    seconds: dict[tuple[str, bool], float] = defaultdict(float)
+    seconds: dict[Any, float] = defaultdict(float)
     parts = _parts(graph, microbatches, depth)
+    cut = [] if depth else parts_of(graph)
     once = 0.0
     for index, trips, cost in _node_seconds(graph, solution, costs):
         node = graph.nodes[index]
@@ -84,8 +92,9 @@ def profile_of(
         if trips < microbatches:
             once += cost
         else:
-            seconds[parts[index], node.backward] += cost / microbatches
-    kept: dict[str, float] = defaultdict(float)
+            for part in (parts[index], *cut[index : index + 1]):
+                seconds[part, node.backward] += cost / microbatches
+    kept: dict[Any, float] = defaultdict(float)
     copies = 0.0
     for value in graph.values:
         if not value.kept:
@@ -94,14 +103,16 @@ def profile_of(
         sharding = node.strategies[solution.choice[value.node]].outputs[value.output]
         size = sharding.shard_bytes(value.tensor.shape, value.tensor.itemsize, graph.axes.sizes)
         if value.varying:
-            kept[parts[value.node]] += size
+            for part in (parts[value.node], *cut[value.node : value.node + 1]):
+                kept[part] += size
         else:
             copies += size
-    shares = {
-        part: Share(seconds[part, False], seconds[part, True], kept[part])
-        for part in ("layers", "embedding", "head")
-    }
-    return SolutionProfile(**shares, once=once, copies=copies)
+    layers, embedding, head, *every = (
+        Share(seconds[part, False], seconds[part, True], kept[part])
+        for part in ("layers", "embedding", "head", *range(1 + max(cut, default=0)))
+    )
+    several = tuple(every) if len(every) > 1 else ()
+    return SolutionProfile(layers, embedding, head, once, copies, several)
 
 
 def _parts(graph: Graph, microbatches: int, depth: int) -> list[str]:

@@ -40,8 +40,9 @@ from plurax.analysis.machine_timings import measure_machine
 from plurax.execute.check import check_kinds
 from plurax.execute.coupling import may_pad
 from plurax.execute.placement import abstract_batch
-from plurax.execute.population import HyperFn, example_network
+from plurax.execute.population import HyperFn
 from plurax.execute.transformed_task import streamed_task, tokens_of_parameters
+from plurax.freezing import trained
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.mesh import abstract_mesh
@@ -68,10 +69,10 @@ from plurax.planner.partly_kept import partly_kept, safe_bytes
 from plurax.planner.populations import search_population
 from plurax.planner.sizes import Sizes
 from plurax.planner.tensor_search import TensorSearch
-from plurax.planner.wanted import Wanted
+from plurax.planner.wanted import Wanted, of_one_member, pinned_fields
 from plurax.sharding.rules import Rules
 from plurax.task import Task
-from plurax.validate import bytes_of, changed_fields, check_number, check_whole
+from plurax.validate import bytes_of, check_number, check_whole
 
 
 @few_collections()
@@ -170,7 +171,7 @@ def _search_on(machine: Machine, wanted: Wanted, effort: Effort) -> Found:
     pinned, fields = wanted.pinned, wanted.fields
     limit = machine.memory if wanted.memory is None else wanted.memory
     if wanted.members is not None:
-        alone = _of_one_member(wanted)
+        alone = of_one_member(wanted)
         population = search_population(
             task, optimizer, like, wanted.members, machine, pinned, fields, limit, wanted.count,
             effort, lambda some: _search_on(some, alone, effort.again()),
@@ -188,7 +189,7 @@ def _search_on(machine: Machine, wanted: Wanted, effort: Effort) -> Found:
     every = list(candidates(model, machine, machine.devices, pinned, fields, limit))
     if not every:
         raise nothing_agrees(model, machine, pinned, fields)
-    ratios = state_ratios(optimizer, model.like.params)
+    ratios = state_ratios(optimizer, trained(task.frozen, model.like.params))
     homes = functools.cache(functools.partial(homes_of, task, model.like.params))
     shardings = TensorSearch(
         task, like, lambda plan: TimeCosts(machine, plan, ratios, homes=homes(plan.pipeline)),
@@ -214,28 +215,6 @@ def _search_on(machine: Machine, wanted: Wanted, effort: Effort) -> Found:
         seconds=0.0,
         shardings=shardings,
     )
-
-
-def _of_one_member(wanted: Wanted) -> Wanted:
-    """Return the search for the first member alone."""
-    task, optimizer = example_network(wanted.task, wanted.optimizer, wanted.members)
-    pinned = dataclasses.replace(wanted.pinned, member=1, chunk=None, batch_dim=None)
-    own = ("member", "chunk", "batch_dim")
-    return dataclasses.replace(
-        wanted, task=task, optimizer=optimizer, members=None, pinned=pinned,
-        fields=[name for name in wanted.fields if name not in own],
-    )  # fmt: skip
-
-
-def pinned_fields(pinned: Plan | Mapping[str, Any]) -> list[str]:
-    """Return the fields of a plan that the search must keep."""
-    if isinstance(pinned, Mapping):
-        known = [field.name for field in dataclasses.fields(Plan)]
-        for name in pinned:
-            if name not in known:
-                raise errors.plan_unknown_key(name, known, "pinned")
-        return list(pinned)
-    return list(changed_fields(pinned))
 
 
 class _Search:
@@ -277,6 +256,8 @@ class _Search:
         self._bounds: list[tuple[float, int, CandidatePlan]] = []  # a heap; bounds may have grown
         self._sizes: set[tuple[Any, ...]] = set()  # mesh axes and microbatches of all candidates
         self._known: set[Sizes] = set()  # of candidates that were estimated, or cannot be
+        self._best_sizes: Sizes | None = None
+        self._left = False  # whether there was no effort for some candidate
 
     def look(self, every: Sequence[CandidatePlan], count: int) -> None:
         """Look at candidates, the most promising first, until `count` are known to be the best.
@@ -311,6 +292,7 @@ class _Search:
                 # What has been found since says that it takes longer.
                 queue.push(bound, candidate, risk=self._risk(candidate.memory))
             elif not self._effort.allows(self._step(candidate, known), self._must(candidate)):
+                self._left = True
                 if known is not None:  # not a bound
                     self.least_expected = min(self.least_expected, least)
             elif (result := known or self._computed(candidate)) is not None:
@@ -326,11 +308,48 @@ class _Search:
         else:
             self.slower = queue.estimated()
         self.least_expected = min([self.least_expected, *queue.expected()])
-        # What was computed before the estimate may have been more than the estimate.
-        self._improve()
-        best = self.ranked[0].seconds if self.ranked else math.inf
-        left = (one for one in fitting if one.seconds < best and one.sizes not in self._known)
-        self.least_left = min(map(self._least, left), default=best)
+        left = self._left_out(fitting)
+        if self._best_sizes and self._look_beside(left, self._best_sizes):
+            left = self._left_out(fitting)
+        self._improve()  # what was computed before an estimate may have been more than it
+        self.least_left = min((least for least, _ in left), default=self._best)
+
+    def _left_out(self, fitting: Sequence[CandidatePlan]) -> list[tuple[float, CandidatePlan]]:
+        """Return the candidates that could be faster than the best, with their least seconds."""
+        most = {policy: self._best / self._learned.share(policy) for policy in self._model.totals}
+        some = (one for one in fitting if one.seconds < most[one.sizes.remat])
+        left = ((self._least(one), one) for one in some if one.sizes not in self._known)
+        return [(least, one) for least, one in left if least < self._best]
+
+    def _look_beside(self, left: Sequence[tuple[float, CandidatePlan]], best: Sizes) -> bool:
+        """Estimate some of the candidates that were left out, and return whether any was.
+
+        One of each size of `tensor`, without stages, of which none was estimated: what is computed
+        may be a third too much. And the best under other ZeRO levels, if no effort was left.
+        """
+        known = {sizes.tensor for sizes in self._known if sizes.pipeline == 1}
+        first: dict[Any, tuple[float, CandidatePlan]] = {}
+        for least, candidate in left:
+            sizes = candidate.sizes
+            kind: Any = sizes.tensor if sizes.pipeline == 1 and sizes.tensor not in known else None
+            if self._left and sizes[:4] == best[:4] and sizes._replace(zero=best.zero) == best:
+                kind = "zero", sizes.zero
+            if kind and least < first.get(kind, (self._best,))[0]:
+                first[kind] = least, candidate
+        before = self._effort.spent
+        for least, candidate in sorted(first.values(), key=lambda pair: pair[0]):
+            if self._effort.allows("beside", False) and self._may_be_faster(least, candidate):
+                result = self._computed(candidate)
+                ranked = result and self._estimated(candidate, result, "beside")
+                self.ranked += [ranked] if ranked else []
+        return self._effort.spent > before
+
+    def _may_be_faster(self, least: float, candidate: CandidatePlan) -> bool:
+        """Whether a candidate may be faster than the best, by its bound or what is expected."""
+        if least < _WORTH * self._best or self._step(candidate, None) != "look":
+            return least < _WORTH * self._best
+        result = self._computed(candidate)
+        return result is not None and self._learned.seconds(candidate.plan, result) < self._best
 
     def _is_proven(self) -> bool:
         """Whether no plan that was not estimated can be faster than the best."""
@@ -461,10 +480,12 @@ class _Search:
             "all-reduce", 2**22, devices, 1, mesh_devices=self._machine.devices
         )
 
-    def _estimated(self, candidate: CandidatePlan, computed: "Computed") -> Ranked | None:
+    def _estimated(
+        self, candidate: CandidatePlan, computed: "Computed", step: Step = "estimate"
+    ) -> Ranked | None:
         """Return a candidate with its shardings and its estimate, or None if it cannot be."""
         try:
-            with self._effort.spent_on("estimate", self._must(candidate)):
+            with self._effort.spent_on(step, self._must(candidate)):
                 plan = self._shardings.plan(candidate.plan)
                 estimated = estimate(self._task, self._optimizer, plan, self._batch, self._machine)
         except (errors.PlanError, errors.MachineError) as error:
@@ -479,7 +500,9 @@ class _Search:
             self.refused.append(Ranked(candidate.plan, plan, estimated, safe, "memory"))
             return None
         self._effort.found = True
-        self._best, self._fitting = min(self._best, estimated.seconds), self._fitting + 1
+        self._fitting += 1
+        if estimated.seconds < self._best:
+            self._best, self._best_sizes = estimated.seconds, candidate.sizes
         return Ranked(candidate.plan, plan, estimated, estimated.peak)
 
     def _improve(self) -> None:
@@ -565,6 +588,9 @@ ranked: what was computed is as near as that, once a plan alike is estimated."""
 _SECOND = 1.15
 """How much slower than the best a plan may be that gets a second solution: of a dozen networks none
 gained more than an eighth by it."""
+
+_WORTH = 0.98
+"""What the bound of a plan is at most by the best, if it is the first with its size of `tensor`."""
 
 _SAME = 1.001
 """Seconds that differ by less are not worth another look."""

@@ -26,6 +26,7 @@ from plurax import errors, tree
 from plurax.analysis.estimate import human_seconds
 from plurax.execute.initial_state import initial
 from plurax.execute.placement import leading_dim
+from plurax.freezing import frozen_leaves
 from plurax.machine import Machine
 from plurax.partition.pins import check
 from plurax.pipeline.stages import even_layers
@@ -41,105 +42,19 @@ from plurax.planner.costs import (
     sends_meanwhile,
 )
 from plurax.planner.fewest import Walk, fewest_strategies, rules_of, strategies_of
-from plurax.planner.graph import Graph, KnownGraphs, Node, graph_of_step
+from plurax.planner.graph import Graph, KnownGraphs, graph_of_step
 from plurax.planner.lockstep import StagedModel, Stages, fastest_stages, ticks_of_step
 from plurax.planner.origins import readers
-from plurax.planner.problem import Pins, Problem, Solution, Within
-from plurax.planner.profile import SolutionProfile, profile_of
+from plurax.planner.parts import parts_of
+from plurax.planner.problem import Pins, Problem, Ticks, Within
+from plurax.planner.profile import Share
 from plurax.planner.rule_strategies import decided_by_rules
-from plurax.planner.shard_strategies import ShardStrategy
+from plurax.planner.solved_candidate import Sharded
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import Strategy, axes_of, entries_of, entries_text
 from plurax.task import Task
 from plurax.trace.clock import rates_of_replicas, rates_of_stages
-
-
-@dataclasses.dataclass(frozen=True)
-class Sharded:
-    """The shardings found for a candidate.
-
-    **Fields:** `plan`, the candidate solved; `batch_size`; `shardings` of the parameters, by path;
-    `strategies` of all equations; `graph` and `solution`, from which they come, with its `costs`
-    and `pins`; `walk`, over the equations; `depth`, the layers of a stack, or 0.
-    """
-
-    plan: Plan
-    batch_size: int
-    shardings: dict[str, TensorSharding]
-    strategies: list[Strategy]
-    graph: Graph
-    solution: Solution
-    costs: TimeCosts
-    pins: Pins
-    walk: Walk
-    depth: int
-
-    @property
-    def rows(self) -> float:
-        """The rows of a step on the device that has the most."""
-        return self.rows_of_a_microbatch * self.plan.most_microbatches
-
-    @property
-    def rows_of_a_microbatch(self) -> float:
-        """The rows of a microbatch on one device."""
-        return self.batch_size / self.plan.parts
-
-    @property
-    def splits_products(self) -> bool:
-        """Whether the devices of `tensor` share any matrix product."""
-        return any(
-            one.flops < max(other.flops for other in node.strategies)
-            for node, one in self._chosen()
-        )
-
-    @functools.cached_property
-    def profile(self) -> SolutionProfile:
-        """Where the seconds and the bytes of one microbatch are."""
-        times = self.plan.most_microbatches
-        return profile_of(self.graph, self.solution, self.costs, times, self.depth)
-
-    @functools.cached_property
-    def starts(self) -> float:
-        """The seconds in which the products of one microbatch start, whatever its rows."""
-        products = sum(node.trips for node, one in self._chosen() if one.product is not None)
-        return self.costs.machine.start_seconds * products / self.plan.most_microbatches
-
-    @functools.cached_property
-    def seconds_sent(self) -> float:
-        """The seconds of the collectives over `tensor` in one step."""
-        alone = [dataclasses.replace(one, sent=()) for _, one in self._chosen()]
-        nodes = self.graph.nodes
-        without = sum(map(self.costs.strategy, itertools.repeat(self.graph), nodes, alone))
-        return max(0.0, self.solution.cost - without)
-
-    @property
-    def moving(self) -> set[str]:
-        """The paths of nodes that read some value in another sharding than it is produced in."""
-        problem, nodes = Problem(self.graph, self.costs), self.graph.nodes
-        paths = set()
-        for value in self.graph.values:
-            copies = problem.copies(value, self.solution.choice)
-            source = next((source for source, _, _ in copies), None)
-            for use in value.uses if copies else ():
-                strategy = nodes[use.node].strategies[self.solution.choice[use.node]]
-                if strategy.inputs[use.input] != source:
-                    paths.add(nodes[use.node].path)
-        return paths
-
-    def parameter_seconds(self, costs: TimeCosts) -> tuple[float, float]:
-        """Return the seconds of the parameters' update, and of their gradients over `data`."""
-        every = [
-            costs.parameter(self.graph, node.path, one.outputs[0])
-            for node, one in self._chosen()
-            if node.kind == "parameter"
-        ]
-        return sum(update for update, _ in every), sum(reduction for _, reduction in every)
-
-    def _chosen(self) -> Iterator[tuple[Node, ShardStrategy]]:
-        for node, choice in zip(self.graph.nodes, self.solution.choice, strict=True):
-            yield node, node.strategies[choice]
-
 
 _BACKWARD = 2 / 3
 """The share of a gradient's products that are in its backward pass."""
@@ -192,6 +107,7 @@ class TensorSearch:
         params, _ = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
         self._tied, leaves = tied_bytes(task, params), tree.named_leaves(params)
         self._shapes = {path: leaf.shape for path, leaf in leaves.items()}
+        self._frozen = {*itertools.compress(leaves, frozen_leaves(task.frozen, params))}
         self._sizes = {path: leaf.size * leaf.dtype.itemsize for path, leaf in leaves.items()}
 
     def plan(self, plan: Plan, *, fewest: bool = False) -> Plan:
@@ -267,8 +183,11 @@ class TensorSearch:
         once, reduction = solved.parameter_seconds(self._costs(plan))
         once, reduction = once + solved.profile.once, reduction - self._messages_shared(plan)
         if plan.pipeline > 1:
-            sent = self._between_stages(plan)
-            return self._stages(plan).seconds + (once + reduction) / plan.pipeline + sent
+            model, sent = self._staged(plan), self._between_stages(plan)
+            stages = self._stages(plan, model)
+            if model.parts:  # which have their own updates
+                once -= sum(part.update for part in model.parts)
+            return stages.seconds + (once + reduction) / plan.pipeline + sent
         rows = self._share(plan, solved)
         starts = solved.starts * plan.context  # as costs of all tokens have them
         seconds = rows * (solved.profile.seconds - starts) + solved.starts
@@ -323,10 +242,11 @@ class TensorSearch:
             in_layers = not self._depth or path.startswith("blocks/")
             own[in_layers] += parameter_bytes(graph, path, sharding, plan, self._ratios)
             size = sharding.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
+            size = 0 if path in graph.frozen else size
             gradients += size / (2 if plan.precision == "bfloat16" else 1)
         copies = profile.copies / (plan.data if plan.zero == 3 else 1)
         if plan.pipeline > 1:
-            stages = self._stages(plan)
+            stages = self._stages(plan, self._staged(plan))
             share = stages.most / sum(stages.layers)
             return own[True] * share + own[False], copies * share + stages.kept
         rows = self._share(plan, solved)
@@ -338,14 +258,16 @@ class TensorSearch:
 
     def layers(self, plan: Plan) -> tuple[int, ...] | None:
         """Return the layers of each stage of a candidate, or None where they are equal."""
-        if plan.pipeline == 1 or plan.layers is not None or not self._depth:
+        if plan.pipeline == 1 or plan.layers is not None:
             return None if plan.layers is None else tuple(plan.layers)
-        found = fastest_stages(self._staged(plan)).layers
-        return None if found == even_layers(self._depth, plan.total_stages) else found
-
-    def _stages(self, plan: Plan) -> Stages:
-        """Return the stages of a candidate; which layers are fastest is found for its estimate."""
         model = self._staged(plan)
+        if not self._depth and not model.parts:
+            return None
+        found = fastest_stages(model).layers
+        return None if found == even_layers(model.depth, plan.total_stages) else found
+
+    def _stages(self, plan: Plan, model: StagedModel) -> Stages:
+        """Return the stages of a candidate; which layers are fastest is found for its estimate."""
         return model.balanced_stages() if plan.layers is None else model.stages(plan.layers)
 
     def _staged(self, plan: Plan) -> StagedModel:
@@ -353,8 +275,14 @@ class TensorSearch:
         rows = self._share(plan, solved)
         assert isinstance(plan.schedule, str | tuple)
         profile = solved.profile
-        # The parts between boundaries are taken to be equal.
-        depth = self._depth or sum(plan.layers or (1,) * plan.total_stages)
+        parts: tuple[Share, ...] = ()
+        if len(profile.parts) >= plan.total_stages:  # or the estimate says that there are too few
+            updates = solved.updates(self._costs(plan))
+            parts = tuple(
+                dataclasses.replace(part.times(rows), update=update)
+                for part, update in zip(profile.parts, updates, strict=True)
+            )
+        depth = self._depth or len(parts) or sum(plan.layers or (1,) * plan.total_stages)
         return StagedModel(
             plan.schedule,
             plan.pipeline,
@@ -365,6 +293,7 @@ class TensorSearch:
             profile.embedding.times(rows),
             profile.head.times(rows),
             self._speeds(plan),
+            parts,
         )
 
     def _slowest(self, plan: Plan) -> float:
@@ -440,9 +369,13 @@ class TensorSearch:
         solved = self.exactly(plan)
         costs = dataclasses.replace(solved.costs, exposed=_EXPOSED)
         known = [(solved.shardings, solved.strategies)]
-        for plain in (True, False) if plan.pipeline > 1 else (False,):
+        ticks = self._ticks(plan, solved)
+        if ticks is not None:
+            costs = solved.costs if not hides else costs
+        ways = [(True, None), (False, None)] if plan.pipeline > 1 else [(False, None)]
+        for plain, of_stages in [(False, ticks)] * (ticks is not None) + ways:
             within = self._within(solved.graph, plan, solved.pins, plain=plain)
-            solution = exact.solve(solved.graph, costs, solved.pins, within=within)
+            solution = exact.solve(solved.graph, costs, solved.pins, within=within, ticks=of_stages)
             same = Problem(solved.graph, costs).cost(solved.solution.choice)
             if not by_rules and same <= solution.cost * _SAME:
                 break
@@ -457,6 +390,19 @@ class TensorSearch:
             if said not in known:
                 known.append(said)
                 yield other
+
+    def _ticks(self, plan: Plan, solved: Sharded) -> Ticks | None:
+        """Return the ticks of stages that have parts of a model, of which the slowest counts."""
+        model = self._staged(plan) if plan.pipeline > 1 else None
+        if model is None or not model.parts:
+            return None
+        layers = self.layers(plan) or even_layers(model.depth, plan.total_stages)
+        nodes = [
+            (part, "update" if node.trips < plan.most_microbatches
+             else "backward" if node.backward else "forward")
+            for part, node in zip(parts_of(solved.graph), solved.graph.nodes, strict=True)
+        ]  # fmt: skip
+        return model.ticks(layers, nodes)
 
     def prefer(self, plan: Plan, solved: Sharded) -> None:
         """Let a candidate have this solution, whatever layers its stages have."""
@@ -497,7 +443,13 @@ class TensorSearch:
         Otherwise the solver may split rows instead, which is data parallelism over `tensor`.
         """
         whole = sum(
-            held_bytes(size, size * self._ratios.get(path, 0.0), plan.data, plan.zero)
+            held_bytes(
+                size,
+                size * self._ratios.get(path, 0.0),
+                plan.data,
+                plan.zero,
+                frozen=path in self._frozen,
+            )
             for path, size in self._sizes.items()
         )
         return plan.tensor > 1 and whole / plan.pipeline > 0.5 * self._memory
