@@ -99,7 +99,7 @@ class Learned:
         """
         return self._least(sizes, bound) * self.share(sizes.remat)
 
-    def share(self, remat: Remat | float) -> float:
+    def share(self, remat: Remat) -> float:
         """Return the least that an estimate of a remat policy was by its bound, at the most 1."""
         return self._shares.get(remat, 1.0)
 
