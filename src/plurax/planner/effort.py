@@ -26,8 +26,8 @@ _SHARES = 4
 _LOOKS = 100
 """Candidates with known solutions looked at for each evaluation: milliseconds each."""
 
-_BESIDE = 3
-"""Estimates beside the best plan."""
+BESIDE = 3
+"""Plans that are tried beside the best one."""
 
 Step = Literal["solution", "estimate", "share", "beside", "look"]
 """What is done for a candidate. Solutions of shardings over `tensor` and estimates, also those of a
@@ -49,7 +49,7 @@ class Effort:
         self._usual = self._experts = self._all = evaluations
         self._solutions, self._looks = max(1, evaluations // 2), _LOOKS * evaluations
         self._shares = _SHARES
-        self._beside = _BESIDE
+        self._beside = BESIDE
         self._end = math.inf if seconds is None else started + seconds
         self._longest = 0.0
         self.found, self.spent, self.stopped = False, 0, False

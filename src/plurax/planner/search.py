@@ -59,7 +59,7 @@ from plurax.planner.candidates import (
     tensor_rows,
 )
 from plurax.planner.costs import TimeCosts, least_together, state_ratios
-from plurax.planner.effort import EVALUATIONS, Effort, Step, few_collections
+from plurax.planner.effort import BESIDE, EVALUATIONS, Effort, Step, few_collections
 from plurax.planner.expert_weights import fields_of_rows_sent
 from plurax.planner.experts import is_expert, is_plain, machines_of_kinds
 from plurax.planner.found import Found, Ranked
@@ -337,7 +337,7 @@ class _Search:
             if kind and least < first.get(kind, (self._best,))[0]:
                 first[kind] = least, candidate
         before = self._effort.spent
-        for least, candidate in sorted(first.values(), key=lambda pair: pair[0]):
+        for least, candidate in heapq.nsmallest(BESIDE, first.values(), key=lambda pair: pair[0]):
             if self._effort.allows("beside", False) and self._may_be_faster(least, candidate):
                 result = self._computed(candidate)
                 ranked = result and self._estimated(candidate, result, "beside")
