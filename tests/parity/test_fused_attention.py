@@ -17,6 +17,8 @@ from tests.tiers import in_turns
 
 import plurax as px
 from plurax.errors import ShardingWarning
+from plurax.jaxpr.interpret import all_equations
+from plurax.jaxpr.remat import rematerialized
 
 cudnn = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
 FORWARD = cudnn._dot_product_attention_fwd_p_wrapper
@@ -237,3 +239,20 @@ def test_its_products_are_counted(causal):
         one = 2 * TOKENS**2 * SIZE * HEADS * ROWS / plan.devices
         counted = 7 * one / 2 if causal else 7 * one
         assert flops(fused(BTNH, causal), plan) == flops(written_out, plan) - 6 * one + counted
+
+
+@pytest.mark.parametrize(
+    ("remat", "again"), [("none", 0), ("dots", 0), (0.01, 0), (0.5, 0), ("full", 1)]
+)
+def test_who_keeps_products_keeps_what_attention_returned(remat, again):
+    """No share counts it: its derivative needs more than its result, which a name would keep."""
+
+    def loss(x, attention):
+        h = jnp.tanh(x @ jnp.eye(WIDTH, HEADS * SIZE)).reshape(ROWS, TOKENS, HEADS, SIZE)
+        return jnp.sum(jnp.sin(attention(h, h, h)))
+
+    fun = functools.partial(loss, attention=fused(BTNH, causal=True))
+    again_by = jax.grad(rematerialized(fun, remat, at_once=False))
+    jaxpr = jax.make_jaxpr(again_by)(jnp.ones((ROWS, TOKENS, WIDTH))).jaxpr
+    calls = [eqn for eqn in all_equations(jaxpr) if eqn.primitive is FORWARD]
+    assert len(calls) == 1 + again

@@ -197,3 +197,20 @@ def test_a_complex_value_and_a_key_are_computed_again(x64):
     want = jax.grad(loss)(params, x)
     got = jax.grad(rematerialized(loss, 0.9, at_once=False))(params, x)
     np.testing.assert_allclose(got["head"], want["head"], rtol=1e-9)
+
+
+def test_a_product_in_a_loop_takes_no_share(x64):
+    """Its derivative needs what each iteration computes, whatever the loop returns."""
+
+    def loss(params, x):
+        w = params["head"]
+        x, _ = jax.lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, None, length=3)
+        return jnp.sum(jnp.sin(jnp.sin(x @ w) @ w))
+
+    params, x = arguments()
+    again = rematerialized(loss, 0.5, whole=True)
+    jaxpr = jax.make_jaxpr(jax.grad(again))(params, x).jaxpr
+    # Of the two products behind the loop the first fits, and is not computed again.
+    assert count(jaxpr, "name") == 1
+    want, got = jax.grad(loss)(params, x), jax.grad(again)(params, x)
+    np.testing.assert_allclose(got["head"], want["head"], rtol=1e-12)

@@ -227,17 +227,17 @@ def _is_large(closed: Any, task: Task) -> bool:
     Attention over 65,536 tokens computes values of 34 GB.
     """
     start = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
-    most = max(_total_bytes(closed.jaxpr) // 8, byte_count(start))
-    return most > MOST_BYTES or sum(map(product_operations, closed.jaxpr.eqns)) > MOST_FLOPS
+    most = max(_total(closed.jaxpr, _computed_bytes) // 8, byte_count(start))
+    return most > MOST_BYTES or _total(closed.jaxpr, product_operations) > MOST_FLOPS
 
 
-def _total_bytes(jaxpr: Any) -> int:
-    """Return the bytes that equations compute, in each iteration of their loops."""
+def _total(jaxpr: Any, count: Callable[[Any], int]) -> int:
+    """Return the sum of what `count` says of each equation, in each iteration of its loops."""
     total = 0
     for eqn in jaxpr.eqns:
         trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         inner = inner_jaxprs(eqn)
-        total += trips * sum(map(_total_bytes, inner)) if inner else _computed_bytes(eqn)
+        total += trips * sum(_total(one, count) for one in inner) if inner else count(eqn)
     return total
 
 

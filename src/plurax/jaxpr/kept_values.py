@@ -12,8 +12,8 @@ of a number. A layer of a transformer on x (4096, 1024), bfloat16, 16 heads, 1,0
     scores             128 MiB        64        -                         do not fit
     down               8 MiB          4,096     no derivative reads it: it is added to x
 
-What is no product is computed again, as under `dots`: it is fused with what reads it, and costs
-less than to write and read it.
+What is no product is computed again, as under `dots`. So are products in a loop or in a function
+with a derivative of its own: their derivatives need what is computed inside, not the result alone.
 
 Budgets are those of torch.compile ("activation memory budget", between what a compiler saves and
 recomputing everything: https://pytorch.org/blog/activation-checkpointing-techniques); the choice by
@@ -32,7 +32,6 @@ from jax.extend.core import Literal
 from jaxtyping import Array, PyTree
 
 from plurax.jaxpr.compat import is_linear, is_plain_call
-from plurax.jaxpr.fused_attention import FUSED_ATTENTION
 from plurax.jaxpr.interpret import (
     FlatEquations,
     bind,
@@ -82,11 +81,9 @@ def _within(flat: FlatEquations, known: set[Any], budget: float) -> set[Any]:
     """Return the variables that are kept, of those that are not `known` anyway."""
     read = [var for eqn in flat.eqns for var in _read_backward(eqn)]
     products = [
-        (var, operations / max(1, _bytes(var)))
+        (eqn.outvars[0], operations / max(1, _bytes(eqn.outvars[0])))
         for eqn in needed(flat.eqns, read, known)
-        if (operations := _operations(eqn))
-        for var in eqn.outvars
-        if _can_be_kept(var)
+        if (operations := product_operations(eqn)) and _can_be_kept(eqn.outvars[0])
     ]
     left = budget * sum(_bytes(var) for var, _ in products)
     kept = set()
@@ -110,12 +107,6 @@ def _read_backward(eqn: Any) -> list[Any]:
 def _can_be_kept(var: Any) -> bool:
     """Whether JAX can keep it: it rounds what it keeps, which takes real numbers."""
     return jnp.issubdtype(var.aval.dtype, jnp.floating)
-
-
-def _operations(eqn: Any) -> float:
-    """Return the operations of an equation's products. Attention that is computed at once has the
-    most: it is kept under `dots` too, and its products are in no equations."""
-    return math.inf if eqn.primitive.name in FUSED_ATTENTION else product_operations(eqn)
 
 
 def _bytes(var: Any) -> int:

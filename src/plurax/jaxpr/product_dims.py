@@ -4,8 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from plurax.jaxpr.compat import inner_jaxprs
-
 ProductDims = tuple[int, int, int, int]
 """`(m, n, k, batch)` of a product: `2 m n k batch` operations."""
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
@@ -42,11 +40,7 @@ def product_dims(
 
 
 def product_operations(eqn: Any) -> int:
-    """Return the operations of the products in an equation, of a loop in all iterations; a
-    multiply-add is two. Operands and results are whole."""
-    if inner := inner_jaxprs(eqn):
-        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        return trips * sum(product_operations(one) for jaxpr in inner for one in jaxpr.eqns)
+    """Return the operations of a product of whole operands, a multiply-add being two; else 0."""
     shapes = [getattr(atom.aval, "shape", ()) for atom in (*eqn.invars, *eqn.outvars[:1])]
     dims = product_dims(eqn, shapes[:-1], shapes[-1]) if shapes else None
     return 0 if dims is None else 2 * math.prod(dims)

@@ -56,6 +56,13 @@ def _products_saveable(primitive: Any, *args: Any, **params: Any) -> bool:
     return bool(saved) or primitive.name in FUSED_ATTENTION
 
 
+def _named_saveable(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Keep the products chosen for a share, and attention as under `dots`."""
+    if primitive.name == "name":
+        return params["name"] in (KEPT, STREAMED)
+    return primitive.name in FUSED_ATTENTION
+
+
 # To add a policy: a row here; its name, in the same place, in `plan.Remat`, and in words in
 # `plan_text.REMAT_TEXTS`. A search tries it, unless `planner.candidates.REMATS` leaves it out.
 POLICIES: dict[RematPolicy, Callable[..., Any] | None] = {
@@ -80,6 +87,7 @@ def rematerialized(
       - `dots`: the results of matrix products; all else is recomputed.
       - `offload`: the results of products without batch dims, such as those with weights, in host
         memory; all else is recomputed.
+      - a number between 0 and 1: `full`, and of the bytes of products that share (`kept_values.py`).
       - `full`: the carry of each loop iteration and, outside of loops, the values between about √n
         segments of √n of the n equations, or of as many bytes as one of those iterations computes.
     - `whole`: one segment, so that only the arguments are kept.
@@ -109,11 +117,10 @@ def rematerialized(
 def _checkpoint(policy: Remat) -> Callable[..., Any] | None:
     """Return `jax.checkpoint` by a policy, `(fun, prevent_cse=True) -> fun`; None: keep all."""
     if isinstance(policy, float):
-        named = jax.checkpoint_policies.save_only_these_names(KEPT, STREAMED)
 
         def within(fun: Callable[..., Any], prevent_cse: bool = True) -> Callable[..., Any]:
             fun = with_names(fun, policy)
-            return jax.checkpoint(fun, policy=named, prevent_cse=prevent_cse)
+            return jax.checkpoint(fun, policy=_named_saveable, prevent_cse=prevent_cse)
 
         return within
     kept = POLICIES[policy]
