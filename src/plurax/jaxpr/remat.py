@@ -87,7 +87,7 @@ def rematerialized(
       - `dots`: the results of matrix products; all else is recomputed.
       - `offload`: the results of products without batch dims, such as those with weights, in host
         memory; all else is recomputed.
-      - a number between 0 and 1: `full`, and of the bytes of products that share (`kept_values.py`).
+      - a number: as `full`, and that share of the bytes of products (`kept_values.py`).
       - `full`: the carry of each loop iteration and, outside of loops, the values between about √n
         segments of √n of the n equations, or of as many bytes as one of those iterations computes.
     - `whole`: one segment, so that only the arguments are kept.

@@ -89,10 +89,10 @@ class Model:
 
     **Fields:** `like`, the training state as `jax.ShapeDtypeStruct`s; `totals`, by remat policy;
     `parameters` that are trained, others that are `frozen`, and `optimizer`, the bytes of each;
-    `tied`, those of parameters that the first and
-    the last stage hold; `activations`, those that one stage sends to the next for the whole batch;
-    `batch_size`; `layers`, the largest number of stages into which the model can be cut;
-    `precision`; `names`, of activations; `coupled`, whether the loss couples examples.
+    `tied`, those of parameters that the first and the last stage hold; `activations`, those that
+    one stage sends to the next for the whole batch; `batch_size`; `layers`, the largest number of
+    stages into which the model can be cut; `precision`; `names`, of activations; `coupled`, whether
+    the loss couples examples.
     """
 
     like: TrainState

@@ -47,9 +47,9 @@ class Effort:
 
     def __init__(self, evaluations: int, seconds: float | None, started: float) -> None:
         self._usual = self._experts = self._all = evaluations
-        self._solutions, self._looks = max(1, evaluations // 2), _LOOKS * evaluations
-        self._shares = _SHARES
-        self._beside = BESIDE
+        self._solutions = max(1, evaluations // 2)
+        # What is counted apart from the others.
+        self._apart = {"look": _LOOKS * evaluations, "share": _SHARES, "beside": BESIDE}
         self._end = math.inf if seconds is None else started + seconds
         self._longest = 0.0
         self.found, self.spent, self.stopped = False, 0, False
@@ -68,12 +68,8 @@ class Effort:
         if self.found and time.perf_counter() + self._longest > self._end:
             self.stopped = True
             return False
-        if step == "look":
-            return self._looks > 0
-        if step == "share":
-            return self._shares > 0
-        if step == "beside":
-            return self._beside > 0
+        if step in self._apart:
+            return self._apart[step] > 0
         if expert and self._experts > 0:
             return True
         if step == "solution" and self._solutions <= 0:
@@ -88,12 +84,8 @@ class Effort:
             yield
         finally:
             self._longest = max(self._longest, time.perf_counter() - began)
-            if step == "look":
-                self._looks -= 1
-            elif step == "share":
-                self._shares -= 1
-            elif step == "beside":
-                self._beside -= 1
+            if step in self._apart:
+                self._apart[step] -= 1
             elif expert and self._experts > 0:
                 self._experts -= 1
             else:
