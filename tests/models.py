@@ -475,3 +475,20 @@ def compilations(run):
     finally:
         jax.monitoring.clear_event_listeners()
     return len(seen)
+
+
+def uneven_parts(widths, batch=4096):
+    """Residual perceptrons of some widths between stage boundaries; its batch."""
+
+    def init(key):
+        each = enumerate(widths)
+        return {f"{i}": {"up": jnp.zeros((1024, n)), "down": jnp.zeros((n, 1024))} for i, n in each}
+
+    def loss(params, batch, keys):
+        x = batch["x"]
+        for i in range(len(widths)):
+            x = px.pipeline.stage_boundary(x) if i else x
+            x = x + jax.nn.relu(x @ params[f"{i}"]["up"]) @ params[f"{i}"]["down"]
+        return (x**2).mean(-1)
+
+    return px.Task(init=init, loss=loss), {"x": jax.ShapeDtypeStruct((batch, 1024), jnp.float32)}

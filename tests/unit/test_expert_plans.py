@@ -305,21 +305,9 @@ def biased():
 def uneven_widths():
     """Residual layers of different widths, each a stage or a part of one."""
     widths = (1024, 1024, 4096, 4096, 1024, 1024, 8192, 1024)
-
-    def init(key):
-        each = enumerate(widths)
-        return {f"{i}": {"up": jnp.zeros((1024, n)), "down": jnp.zeros((n, 1024))} for i, n in each}
-
-    def loss(params, batch, keys):
-        x = batch["x"]
-        for i in range(len(widths)):
-            x = px.pipeline.stage_boundary(x) if i else x
-            x = x + jax.nn.relu(x @ params[f"{i}"]["up"]) @ params[f"{i}"]["down"]
-        return (x**2).mean(-1)
-
+    task, batch = models.uneven_parts(widths)
     rules = {"*/up": (None, "tensor"), "*/down": ("tensor", None)}
-    batch = {"x": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
-    return px.Task(init=init, loss=loss), batch, rules, {}
+    return task, batch, rules, {}
 
 
 @pytest.mark.parametrize(

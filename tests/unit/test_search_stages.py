@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -182,25 +181,6 @@ def test_several_stages_on_a_device():
     assert one.stages((3, 3, 3, 3)).seconds == by_ticks(one, (3, 3, 3, 3))
 
 
-def cut(widths, batch=4096):
-    """Perceptrons of some widths, each between two stage boundaries."""
-
-    def init(key):
-        return {
-            f"{n}": {"up": jnp.ones((1024, width)), "down": jnp.ones((width, 1024))}
-            for n, width in enumerate(widths)
-        }
-
-    def loss(params, batch, keys):
-        x = batch["x"]
-        for n in range(len(widths)):
-            x = px.pipeline.stage_boundary(x) if n else x
-            x = x + jax.nn.relu(x @ params[f"{n}"]["up"]) @ params[f"{n}"]["down"]
-        return (x**2).mean(-1)
-
-    return px.Task(init=init, loss=loss), {"x": jax.ShapeDtypeStruct((batch, 1024), "float32")}
-
-
 PINNED = {"data": 1, "pipeline": 2, "microbatches": 4, "zero": 0, "remat": "none",
           "schedule": "1f1b"}  # fmt: skip
 V5E = px.Machine.preset("8xTPU-v5e")
@@ -210,7 +190,7 @@ V5E = px.Machine.preset("8xTPU-v5e")
 @pytest.mark.parametrize("widths", [(1024,) * 6 + (4096, 8192), (8192, 8192) + (1024,) * 6])
 def test_parts_that_differ_are_cut_where_that_is_fastest(widths, precision):
     """Even stages take 1.15 and 1.08 times as long as the best plan by hand."""
-    (task, batch), optimizer = cut(widths), optax.adam(1e-3)
+    (task, batch), optimizer = networks.uneven_parts(widths), optax.adam(1e-3)
     pinned = PINNED | {"tensor": 1, "precision": precision}
     found = px.search(task, optimizer, batch, V5E, pinned=pinned, count=1)
     seconds = [
@@ -222,7 +202,7 @@ def test_parts_that_differ_are_cut_where_that_is_fastest(widths, precision):
 
 def test_the_slowest_stage_decides_what_is_split():
     """Stages of four parts: to split all of both is faster than what adds up to the least."""
-    task, batch = cut((1024, 1024, 4096, 4096, 1024, 1024, 8192, 1024))
+    task, batch = networks.uneven_parts((1024, 1024, 4096, 4096, 1024, 1024, 8192, 1024))
     pinned, optimizer = PINNED | {"tensor": 4}, optax.adam(1e-3)
     found = px.search(task, optimizer, batch, V5E, pinned=pinned, count=1)
     rules = {"*/up": (None, "tensor"), "*/down": ("tensor", None)}
