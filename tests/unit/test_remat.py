@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from plurax.jaxpr.compat import REMAT, called_jaxpr, is_call_or_remat
+from plurax.jaxpr.kept_values import with_names
 from plurax.jaxpr.remat import rematerialized
 
 WIDTH = 4
@@ -197,6 +198,28 @@ def test_a_complex_value_and_a_key_are_computed_again(x64):
     want = jax.grad(loss)(params, x)
     got = jax.grad(rematerialized(loss, 0.9, at_once=False))(params, x)
     np.testing.assert_allclose(got["head"], want["head"], rtol=1e-9)
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.25, 5), (0.5, 7), (0.999, 7)])
+def test_of_a_layer_the_scores_are_kept_last(share, kept):
+    """The table of `kept_values.py`; `down` is read by no derivative, and none of these is it."""
+    rows, tokens, width, heads = 4, 1024, 1024, 16
+
+    def layer(x, p):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, p[name]) for name in "qkv")
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+        x = x + jnp.einsum("bnts,bsnh->btnh", weights, v).reshape(x.shape) @ p["out"]
+        return x + (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+
+    sizes = dict.fromkeys("qkv", (width, heads, width // heads))
+    sizes |= {"out": (width, width), "gate": (width, 4 * width), "up": (width, 4 * width)}
+    shapes = {name: jax.ShapeDtypeStruct(size, jnp.bfloat16) for name, size in sizes.items()}
+    shapes["down"] = jax.ShapeDtypeStruct((4 * width, width), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((rows, tokens, width), jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(with_names(layer, share))(x, shapes).jaxpr
+    named = [eqn.outvars[0].aval.shape for eqn in jaxpr.eqns if eqn.primitive.name == "name"]
+    assert len(named) == kept
+    assert (rows, heads, tokens, tokens) not in named
 
 
 def test_a_product_in_a_loop_takes_no_share(x64):
