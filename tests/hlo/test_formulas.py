@@ -176,7 +176,8 @@ def criticized(params, batch, keys):
 
 
 @pytest.mark.parametrize(
-    ("loss", "remat"), [(sloped, "none"), (criticized, "none"), (None, "full")]
+    ("loss", "remat"),
+    [(sloped, "none"), (criticized, "none"), (None, "full"), (sloped, "full"), (criticized, 0.5)],
 )
 def test_zero_3_gathers_twice_what_a_pass_uses_again(loss, remat):
     """In the forward and in the backward pass, derivatives and what is recomputed included."""
@@ -187,6 +188,22 @@ def test_zero_3_gathers_twice_what_a_pass_uses_again(loss, remat):
     params = sum(4 * leaf.size for leaf in jax.tree.leaves(program.canonical_shapes.params))
     gathered = [c for c in program.planned_collectives() if c.kind == "all-gather"]
     assert sum(c.bytes * c.trips for c in gathered) <= 2 * params
+
+
+@pytest.mark.parametrize("remat", ["full", 0.5])
+def test_zero_3_gathers_a_layer_that_is_computed_again_once(remat):
+    """Of a network that is written out, however small buckets are; but not a whole network."""
+    batch = {"x": np.ones((4, WIDTH), np.float32)}
+    task = deep_task()
+    loss = jax.checkpoint(lambda params, batch: task.loss(params, batch, None))
+    whole = px.Task(init=task.init, loss=lambda params, batch, keys: loss(params, batch))
+    sent = []
+    for each in (task, whole):
+        program = compiled(px.Plan(data=4, zero=3, remat=remat, bucket_bytes=1), each, batch)
+        gathered = [c for c in program.planned_collectives() if c.kind == "all-gather"]
+        sent.append(sum(c.bytes * c.trips for c in gathered))
+    params = DEEP * 4 * WIDTH * (WIDTH + 1)
+    assert sent[0] <= 2 * params < sent[1]
 
 
 @pytest.mark.ci

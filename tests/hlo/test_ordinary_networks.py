@@ -97,6 +97,36 @@ def scaled(p, example, key):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
+def quantized(p, example, key):
+    x = example["x"]
+    for name in ("first", "second", "out"):
+        step = jnp.max(jnp.abs(p[name])) / 7
+        rounded = jnp.clip(jnp.round(p[name] / step), -8, 7) * step
+        w = p[name] + jax.lax.stop_gradient(rounded - p[name])
+        x = x + jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def there_and_back(p, example, key):
+    x = example["x"]
+    for _ in range(DEPTH):
+        x = jnp.tanh(x @ p["first"]) @ p["first"].T
+    return jnp.mean((x @ p["out"]) ** 2)
+
+
+def inner_steps(p, example, key):
+    """The loss behind steps of gradient descent on the example, as in meta-learning."""
+
+    def loss(w, x):
+        return jnp.mean((jnp.tanh(x @ w["first"]) @ w["out"]) ** 2)
+
+    def turn(w, _):
+        gradient = jax.grad(loss)(w, example["x"][:5])
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, gradient), None
+
+    return loss(jax.lax.scan(turn, p, None, length=3)[0], example["x"][5:])
+
+
 def by_channel(p, example, key):
     x = example["x"]
     for _ in range(DEPTH):
@@ -241,7 +271,8 @@ NETWORKS = {
         normalized,
         ZERO,
         {
-            ("all-gather", MATRIX): 5,  # of three matrices, all but the first backward, too
+            ("all-gather", 3 * MATRIX): 1,
+            ("all-gather", 2 * MATRIX): 1,  # the input has no gradient
             ("reduce-scatter", MATRIX // 4): 3,
         },
         "data",
@@ -251,10 +282,36 @@ NETWORKS = {
         scaled,
         ZERO,
         {
-            ("all-gather", MATRIX): 5,  # of three matrices, all but the first backward, too
+            ("all-gather", 3 * MATRIX): 1,
+            ("all-gather", 2 * MATRIX): 1,  # the input has no gradient
             ("reduce-scatter", MATRIX // 4): 2,
             ("reduce-scatter", (MATRIX + 8 * 4) // 4): 1,
         },
+        "data",
+    ),
+    "weights that are quantized, computed again": Network(
+        {"first": SQUARE, "second": SQUARE, "out": SQUARE},
+        quantized,
+        dataclasses.replace(ZERO, remat="full"),
+        {
+            ("all-gather", 3 * MATRIX): 1,
+            ("all-gather", MATRIX): 3,  # each part by itself
+            ("reduce-scatter", 3 * MATRIX // 4): 1,
+        },
+        "data",
+    ),
+    "a matrix and its transpose": Network(
+        {"first": SQUARE, "out": SQUARE},
+        there_and_back,
+        ZERO,
+        {("all-gather", 2 * MATRIX): 2, ("reduce-scatter", 2 * MATRIX // 4): 1},
+        "data",
+    ),
+    "weights that change in a loop for each example": Network(
+        {"first": SQUARE, "out": SQUARE},
+        inner_steps,
+        ZERO,
+        {("all-gather", MATRIX): 2, ("reduce-scatter", 2 * MATRIX // 4): 1},
         "data",
     ),
     "a convolution by channel": Network(
@@ -390,8 +447,8 @@ NETWORKS = {
         {"in": (WIDTH, WIDTH), "hidden": (WIDTH, WIDTH), "out": (WIDTH, HIDDEN)},
         written_out,
         px.Plan(data=4, zero=3),
-        {  # each weight once in each pass, and what it adds up
-            ("all-gather", 8 * WIDTH * (2 * WIDTH + HIDDEN)): 1,
+        {  # each weight once in each pass, a product with zeros, and what it adds up
+            ("all-gather", 8 * WIDTH * (2 * WIDTH + HIDDEN + 1)): 1,
             ("all-gather", 8 * WIDTH * (WIDTH + HIDDEN)): 1,
             ("reduce-scatter", 2 * WIDTH * (2 * WIDTH + HIDDEN)): 1,
         },

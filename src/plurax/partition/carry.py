@@ -57,10 +57,13 @@ class Carry:
 
     def _first_kind(self, versions: ValueVersions) -> Kind | None:
         """Return the input's kind, reduced: a partial sum is reduced before the loop."""
-        if versions.deferred is not None and versions.deferred.zero:
-            return None
-        sharding, data_varying, is_param = self._resharder.value(versions).kind
-        return TensorSharding(sharding.dims), data_varying, is_param
+        deferred = versions.deferred
+        if deferred is None:
+            sharding, data_varying, is_param = versions.value.kind
+            return TensorSharding(sharding.dims), data_varying, is_param
+        # Created at the start: what is repeated for each example is gathered before, not after.
+        sharding = TensorSharding(deferred.default_sharding.dims)
+        return None if deferred.zero else (sharding, deferred.data_varying, deferred.is_param)
 
     def vary(self) -> None:
         """Mark all values as data-varying, because the number of iterations depends on the rows."""

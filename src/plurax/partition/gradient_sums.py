@@ -23,7 +23,7 @@ from jax.extend.core import Literal
 
 from plurax.jaxpr.compat import ELEMENTWISE
 from plurax.jaxpr.interpret import variables
-from plurax.partition.buckets import needs_gather
+from plurax.partition.gathers import needs_gather
 from plurax.partition.operators.shifts import pads_with_zeros
 from plurax.partition.partial_sums import adds_up
 from plurax.partition.resharder import Resharder

@@ -12,7 +12,7 @@ along a sequence, their powers in `lax.associative_scan`, a kernel of exponentia
     y = s * x[:, ::2]                     s gathered, 32768          nothing is sent
 
 So is a long filter that a small network computes, as Hyena's. Results are as large where parameters
-are not split. What is only repeated is gathered in a bucket (`buckets.py`).
+are not split. What is only repeated is gathered in a bucket (`gathers.py`).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from typing import Any
 
 from plurax.jaxpr.compat import ELEMENTWISE
 from plurax.jaxpr.interpret import variables
-from plurax.partition.buckets import OF_THEIR_OWN, needs_gather
+from plurax.partition.gathers import OF_THEIR_OWN, needs_gather
 from plurax.partition.resharder import Resharder
 from plurax.partition.values import ShardedValue, ValueVersions, split_by_zero
 from plurax.sharding.spec import REPLICAS

@@ -54,7 +54,8 @@ from plurax.jaxpr.slices import of_whole
 from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.branches import Branches, cpu_branch
-from plurax.partition.buckets import Gathers, computed_at, together
+from plurax.partition.buckets import computed_at, together
+from plurax.partition.gathers import Gathers, gathers_parameters
 from plurax.partition.gradient_sums import SumsFirst
 from plurax.partition.grown import Grown
 from plurax.partition.lookahead import Lookahead
@@ -119,8 +120,11 @@ class Partitioner(Resharder):
         self._calls: list[Any] = []
         # Parameters that have met a value of the batch, by both variables.
         self._met: dict[tuple[Any, Any], ShardedValue] = {}
-        # Whether what is evaluated is the body of a loop over layers.
-        self.over_layers = False
+        # Whether what is evaluated is the body of a loop over layers, or a part that is recomputed,
+        # and the most bytes of split parameters that a function had.
+        self.over_layers, self.recomputes, self.parameter_bytes = False, False, 0
+        # Of a part that is recomputed, the parameters that are whole, by its variables.
+        self.still_whole: dict[Any, ShardedValue] | None = None
 
     def line(self, eqn: Any) -> str:
         """Return the line of the model's code that holds an equation or an enclosing call."""
@@ -173,6 +177,7 @@ class Partitioner(Resharder):
     ) -> list[ValueVersions]:
         """Evaluate those of some equations on which `results` depend, given the `known` values."""
         inside, outer, self._met = len(self._calls), self._met, {}
+        whole, self.still_whole = self.still_whole, None
         # Readers are counted, and buckets are filled, across calls: all equations in one list.
         flat = flat_equations(eqns, results, known)
         here = {**known, **{var: self.constant(value) for var, value in flat.constants.items()}}
@@ -184,10 +189,10 @@ class Partitioner(Resharder):
             if target is not None and not isinstance(var, Literal)
         }
         eqns = self._rewritten(flat, eqns, results, goal, here)
-        split = self._gathers_parameters(known)
+        split = gathers_parameters(self, known)
         sums = {var: to for var, to in goal.items() if split and self._is_sum(to)}
         first, grown = SumsFirst(self, eqns, results, sums, here), Grown(self, eqns, here)
-        gathers = Gathers(self, eqns, here, first.eqns, once=self.over_layers) if split else None
+        gathers = Gathers(self, eqns, here, first.eqns, whole) if split else None
         readers, less = count_readers(eqns, results), shrinking(eqns, results, later)
         pairs, terms = zip(results, ahead, strict=False), terms_of_sums(eqns, readers)
         outside = {var: met for var, met in pairs if not isinstance(var, Literal)}
@@ -260,7 +265,8 @@ class Partitioner(Resharder):
                 # XLA would merge the recomputation with the forward pass, and keep its values.
                 inputs = self._barrier(inputs)
             ahead = [functools.partial(uses.ahead, var) for var in eqn.outvars]
-            return self.evaluate(*called_jaxpr(eqn), inputs, goals, ahead=ahead)
+            with self._with(recomputes=True):
+                return self.evaluate(*called_jaxpr(eqn), inputs, goals, ahead=ahead)
         ready = [None if isinstance(v, Literal) else gathered.get(v) for v in eqn.invars]
         if name in ("scan", "while"):
             return self._loop(eqn, _with_whole(inputs, ready), goals, uses.shrinking)
@@ -381,13 +387,6 @@ class Partitioner(Resharder):
             return None
         by = pick_dependency([array for _, array in meets])
         return next((atom, array) for atom, array in meets if array is by)
-
-    def _gathers_parameters(self, known: Mapping[Any, ValueVersions]) -> bool:
-        """Whether several parameters may need a gather over `data`, so that buckets pay off."""
-        values = [one.value for one in known.values() if one.deferred is None]
-        of_parameters, of_rows = self.context.of_parameters, self.context.of_rows
-        split = [v for v in values if of_parameters(v) and not v.data_varying]
-        return bool(split) and any(map(of_rows, values))
 
     def _barrier(self, inputs: list[ValueVersions]) -> list[ValueVersions]:
         """Order the inputs of a recomputed function after its cotangent (see `jaxpr.barrier`)."""
