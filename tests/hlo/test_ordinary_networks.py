@@ -114,6 +114,16 @@ def there_and_back(p, example, key):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
+def convolutions(p, example, key):
+    x = example["x"][None]
+    for name in ("first", "second"):
+        y = jax.lax.conv_general_dilated(
+            jnp.tanh(x), p[name], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+        x = x + jnp.tanh(y)
+    return jnp.mean((x @ p["out"]) ** 2)
+
+
 def inner_steps(p, example, key):
     """The loss behind steps of gradient descent on the example, as in meta-learning."""
 
@@ -305,6 +315,18 @@ NETWORKS = {
         there_and_back,
         ZERO,
         {("all-gather", 2 * MATRIX): 2, ("reduce-scatter", 2 * MATRIX // 4): 1},
+        "data",
+    ),
+    "convolutions, computed again": Network(
+        {"first": (3, *SQUARE), "second": (3, *SQUARE), "out": SQUARE},
+        convolutions,
+        dataclasses.replace(ZERO, remat="full"),
+        {
+            ("all-gather", 7 * MATRIX): 1,
+            ("all-gather", MATRIX): 1,
+            ("all-gather", 3 * MATRIX): 2,  # as it is, for its reverse, too
+            ("reduce-scatter", 7 * MATRIX // 4): 1,
+        },
         "data",
     ),
     "weights that change in a loop for each example": Network(

@@ -49,7 +49,8 @@ from plurax.partition.resharder import Resharder
 from plurax.partition.values import Output, ShardedValue, ValueVersions, split_by_zero
 from plurax.sharding.spec import REPLICAS
 
-_MOVED = frozenset(["broadcast_in_dim", "reshape", "squeeze", "transpose"])
+_MOVED = frozenset(["broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"])
+"""Operations that keep the numbers. The derivative of a convolution reverses its kernel."""
 OF_THEIR_OWN = frozenset(["scan", "while", "cond", AT_EXPERTS, ROWS_APART, *ANNOTATIONS, *REMAT])
 """Equations whose bodies are evaluated by the partitioner, or that do not gather parameters."""
 _RECOMPUTED = "rematted_computation"
