@@ -107,6 +107,15 @@ def quantized(p, example, key):
     return jnp.mean(x**2)
 
 
+def generated(p, example, key):
+    """Each layer's weights are computed by one network, of a code of the layer."""
+    weights = jax.nn.relu(p["codes"] @ p["hidden"]) @ p["weights"]
+    x = example["x"]
+    for w in weights.reshape(DEPTH, WIDTH, WIDTH):
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x @ p["out"]) ** 2)
+
+
 def there_and_back(p, example, key):
     x = example["x"]
     for _ in range(DEPTH):
@@ -307,6 +316,24 @@ NETWORKS = {
             ("all-gather", 3 * MATRIX): 1,
             ("all-gather", MATRIX): 3,  # each part by itself
             ("reduce-scatter", 3 * MATRIX // 4): 1,
+        },
+        "data",
+    ),
+    "weights that a network computes": Network(
+        {
+            "codes": (DEPTH, 4),
+            "hidden": (4, HIDDEN),
+            "weights": (HIDDEN, WIDTH**2),
+            "out": SQUARE,
+        },
+        generated,
+        ZERO,
+        {  # of the network's own weights nothing, which have 32 times the bytes of a layer's
+            ("all-gather", 8 * DEPTH * HIDDEN): 1,
+            ("all-gather", 3 * MATRIX): 1,
+            ("all-gather", 2 * MATRIX): 1,
+            ("reduce-scatter", 2 * MATRIX // 4): 1,
+            ("reduce-scatter", (MATRIX + 8 * DEPTH * 4) // 4): 1,
         },
         "data",
     ),

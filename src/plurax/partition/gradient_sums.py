@@ -3,7 +3,8 @@
 A weight may be a function of parameters: of a direction and a length (weight normalization), of a
 matrix and a gate. Its gradient is a sum over the rows of all devices, and what follows is linear in
 it, up to the gradients of the parameters. Under ZeRO 3 devices have shards of what it meets. Where
-the sum is reduced to shards first, nothing of these is gathered.
+the sum is reduced to shards first, nothing of these is gathered. Nor are the weights of a network
+that computes others, whose products meet the sum.
 
     mesh data=4, zero=3; w = g * v; v (8, 64) and g (64,) are split by columns; x and dy are a
     device's rows
@@ -16,9 +17,10 @@ the sum is reduced to shards first, nothing of these is gathered.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Literal
 
 from plurax.jaxpr.compat import ELEMENTWISE
@@ -102,9 +104,10 @@ def _of_sums(
         if len(eqn.outvars) != 1 or eqn.outvars[0] not in behind:
             continue
         terms = [atom for atom in variables(eqn.invars) if atom in behind]
-        meets = not split.isdisjoint(variables(eqn.invars)) and eqn.primitive.name in ELEMENTWISE
-        # No more is sent than of the gradients that follow.
-        less = all(_size([var]) <= _size(behind[var]) for var in terms)
+        # No more is sent than of the gradients that follow; products may need shards by both dims.
+        times = 2 if eqn.primitive.name == "dot_general" else eqn.primitive.name in ELEMENTWISE
+        meets = times > 0 and not split.isdisjoint(variables(eqn.invars))
+        less = all(times * _size([var]) <= _size(behind[var]) for var in terms)
         if terms and (not summed.isdisjoint(terms) or (meets and less)):
             summed.update(eqn.outvars)
             ids.add(id(eqn))
@@ -119,7 +122,24 @@ def _goals(eqns: Sequence[Any], sums: Mapping[Any, TensorSharding]) -> dict[Any,
         if var in goals and eqn.primitive.name in ELEMENTWISE:
             same = [atom for atom in variables(eqn.invars) if atom.aval.shape == var.aval.shape]
             goals.update((atom, goals[var]) for atom in same)
+        elif var in goals and eqn.primitive.name == "dot_general":
+            goals.update(_of_operands(eqn, goals[var]))
+        elif var in goals and eqn.primitive.name == "transpose":
+            entries = zip(eqn.params["permutation"], goals[var].dims, strict=True)
+            goals[eqn.invars[0]] = TensorSharding(tuple(entry for _, entry in sorted(entries)))
     return goals
+
+
+def _of_operands(eqn: Any, goal: TensorSharding) -> Iterator[tuple[Any, TensorSharding]]:
+    """Return for the operands of a product the shardings of the dims that its result has."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    place = len(batch[0])
+    for atom, summed, shared in zip(eqn.invars, contracted, batch, strict=True):
+        entries = {dim: goal.dims[index] for index, dim in enumerate(shared)}
+        free = [dim for dim in range(len(atom.aval.shape)) if dim not in (*summed, *shared)]
+        entries |= {dim: goal.dims[place + index] for index, dim in enumerate(free)}
+        place += len(free)
+        yield atom, TensorSharding(tuple(entries.get(d, ()) for d in range(len(atom.aval.shape))))
 
 
 def _linear(
@@ -127,7 +147,7 @@ def _linear(
 ) -> Mapping[Any, frozenset[Any]]:
     """Return the variables of the batch in which `sums` are linear, and nothing else reads; of each
     the sums that depend on it."""
-    others = {*variables(results)} - sums
+    others, zeros = {*variables(results)} - sums, _zeros(eqns)
     behind: dict[Any, frozenset[Any]] = {}
     read: dict[Any, frozenset[Any]] = {var: frozenset([var]) for var in sums}
     for eqn in reversed(eqns):
@@ -136,7 +156,7 @@ def _linear(
                 behind[var] = read[var]
         terms = [place for place, v in enumerate(eqn.invars) if _of(v, batch)]
         known = [behind[var] for var in eqn.outvars if var in behind]
-        if len(eqn.outvars) == len(known) == 1 and _adds_up(eqn, terms):
+        if len(eqn.outvars) == len(known) == 1 and _adds_up(eqn, terms, zeros):
             for var in variables(eqn.invars):
                 read[var] = read.get(var, frozenset()) | known[0]
         else:
@@ -144,10 +164,23 @@ def _linear(
     return behind
 
 
-def _adds_up(eqn: Any, terms: Sequence[int]) -> bool:
+def _zeros(eqns: Sequence[Any]) -> set[Any]:
+    """Return the variables that are zeros, as those of a derivative where it is none."""
+    filled = [eqn for eqn in eqns if eqn.primitive.name == "broadcast_in_dim"]
+    return {eqn.outvars[0] for eqn in filled if _is_zero(eqn.invars[0])}
+
+
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, Literal) and not np.any(atom.val)
+
+
+def _adds_up(eqn: Any, terms: Sequence[int], zeros: Set[Any]) -> bool:
     """Whether an equation is linear in its operands of the batch, at the places `terms`."""
+    if eqn.primitive.name == "select_n":  # of any other constant each device would add its own
+        rest = [atom for place, atom in enumerate(eqn.invars) if place and place not in terms]
+        return 0 not in terms and all(_is_zero(atom) or _of(atom, zeros) for atom in rest)
     moves = (eqn.primitive.name in _MOVES or pads_with_zeros(eqn)) and terms == [0]
-    return moves or (eqn.primitive.name != "select_n" and adds_up(eqn, terms))
+    return moves or adds_up(eqn, terms)
 
 
 def _of(atom: Any, variables: Set[Any]) -> bool:
