@@ -90,6 +90,15 @@ def normalized(p, example, key):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
+def standardized(p, example, key):
+    x = example["x"]
+    for name in ("first", "second", "third"):
+        w = p[name]
+        w = (w - jnp.mean(w, 0, keepdims=True)) / jnp.sqrt(jnp.var(w, 0, keepdims=True) + 1e-5)
+        x = x + jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
 def scaled(p, example, key):
     x = example["x"]
     for place, name in enumerate(("first", "second")):
@@ -334,6 +343,17 @@ NETWORKS = {
             ("all-gather", 2 * MATRIX): 1,
             ("reduce-scatter", 2 * MATRIX // 4): 1,
             ("reduce-scatter", (MATRIX + 8 * DEPTH * 4) // 4): 1,
+        },
+        "data",
+    ),
+    "weights that are standardized, computed again": Network(
+        {"first": SQUARE, "second": SQUARE, "third": SQUARE},
+        standardized,
+        dataclasses.replace(ZERO, remat="full"),
+        {
+            ("all-gather", 3 * MATRIX): 1,
+            ("all-gather", MATRIX): 3,  # each part by itself
+            ("reduce-scatter", MATRIX // 4): 3,
         },
         "data",
     ),

@@ -108,7 +108,8 @@ def rematerialized(
     def again(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
-        out = _in_segments(closed.jaxpr, closed.consts, leaves, checkpoint, at_once)
+        count = len(jax.tree.leaves(args[:1]))
+        out = _in_segments(closed.jaxpr, closed.consts, leaves, checkpoint, at_once, count)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return again
@@ -155,9 +156,17 @@ def _real(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_segments(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array], checkpoint: Any, at_once: bool
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Array],
+    checkpoint: Any,
+    at_once: bool,
+    parameters: int,
 ) -> list[Array]:
-    """Evaluate equations: loops iteration by iteration, the others in recomputed segments."""
+    """Evaluate equations: loops iteration by iteration, the others in recomputed segments.
+
+    The first `parameters` arguments are those of the network.
+    """
     known: dict[Any, Any] = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
     )
@@ -167,7 +176,7 @@ def _in_segments(
     cast = [var for eqn in casts for var in eqn.outvars]
     known.update(zip(cast, evaluate(casts, known, cast), strict=True))
     jaxpr = jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if eqn not in casts])
-    segments = _segments(jaxpr)
+    segments = _with_readers(_segments(jaxpr), jaxpr, parameters)
     for segment in segments:
         results = [var for eqn in segment for var in eqn.outvars]
         if segment[0].primitive.name == "scan" or (at_once and segment is segments[-1]):
@@ -218,6 +227,29 @@ def _segments(jaxpr: Jaxpr) -> list[list[Any]]:
         segments.append(eqns[start:end])
         start = end
     return segments
+
+
+def _with_readers(segments: Sequence[list[Any]], jaxpr: Jaxpr, parameters: int) -> list[list[Any]]:
+    """Move what is computed of parameters alone to the segment that reads it first.
+
+    A weight that is normalized or quantized is not kept between the two, nor is its gradient.
+    """
+    first = {id(eqn): place for place, segment in enumerate(segments) for eqn in segment}
+    others = dependent(jaxpr.eqns, jaxpr.invars[parameters:])
+    of_parameters = dependent(jaxpr.eqns, jaxpr.invars[:parameters]) - others
+    loops = {place for place, segment in enumerate(segments) if segment[0].primitive.name == "scan"}
+    readers: dict[Any, int] = dict.fromkeys(variables(jaxpr.outvars), -1)
+    for eqn in reversed(jaxpr.eqns):
+        place = min((readers[var] for var in eqn.outvars if var in readers), default=-1)
+        alone = not of_parameters.isdisjoint(eqn.outvars) and first[id(eqn)] not in loops
+        if alone and place not in loops:
+            first[id(eqn)] = max(place, first[id(eqn)])
+        for atom in variables(eqn.invars):
+            readers[atom] = min(readers.get(atom, len(segments)), first[id(eqn)])
+    moved: list[list[Any]] = [[] for _ in segments]
+    for eqn in jaxpr.eqns:
+        moved[first[id(eqn)]].append(eqn)
+    return [segment for segment in moved if segment]
 
 
 def _live_bytes(jaxpr: Jaxpr) -> list[int]:
