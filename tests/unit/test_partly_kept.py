@@ -84,6 +84,24 @@ def test_which_shares_are_tried(plans, tried, kept):
     assert (found and found.asked) == kept
 
 
+def test_the_other_policy_is_tried_where_the_first_gains_nothing():
+    asked = []
+
+    def estimated(plan, share, microbatches):
+        asked.append((plan.plan.remat, share, microbatches))
+        return ranked(share, {"dots": 11, "full": 9}[plan.plan.remat], 50)
+
+    every = [ranked("dots", 10), ranked("full", 10.5), ranked("full", 10.6)]
+    kept = partly_kept(every, 11.5, 100, estimated)
+    assert kept.seconds == 9
+    assert [policy for policy, *_ in asked] == ["dots", "dots", "full", "full", "full"]
+    # Not if it does, nor a plan that is far behind.
+    assert partly_kept(every[1:] + every[:1], 11.5, 100, estimated).seconds == 9
+    assert [policy for policy, *_ in asked[5:]] == ["full", "full", "full"]
+    assert partly_kept(every, 10.2, 100, estimated) is None
+    assert [policy for policy, *_ in asked[8:]] == ["dots", "dots"]
+
+
 def attention(depth=2, width=1024, tokens=512):
     """Layers of attention, in which scores are as many bytes as a dozen other products."""
 

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from benchmarks import gpt
 from tests import models
 from tests.pictures import legend, panels
 from tests.planning import BytesSent
+from tests.promotion import allowed
 
 import plurax as px
 from plurax.analysis.estimate import estimate_trace, human_seconds
@@ -62,6 +64,28 @@ def test_a_search_goes_on_where_bounds_prove_nothing():
     unproven = searched(FAR, pinned={"remat": "none"}, count=1)
     assert unproven.gap > 0.5
     assert unproven.evaluations >= 8
+
+
+@pytest.mark.ci
+def test_no_further_tensor_is_solved_for_plans_that_stay_behind():
+    """By their bounds plans of GPT that keep all come before those that keep products, and an
+    estimate says that they are slower."""
+    model = gpt.Gpt(depth=24, width=2304, heads=24)
+    machine, pinned = px.Machine.preset("8xA100-80GB", nodes=4), {"precision": "bfloat16"}
+    found = px.search(
+        allowed(model.task()), optax.adam(1e-3), model.batch(512), machine, pinned=pinned
+    )
+    assert found.gap == 0
+    # The smallest is, for the bounds of the others.
+    assert found.shardings.has_solved(2, "none")
+    assert not any(
+        found.shardings.has_solved(tensor, remat)
+        for tensor in (4, 8, 16, 32)
+        for remat in ("none", "dots", "full")
+    )
+    behind = [one.seconds / found.ranked[0].seconds for one in found.ranked]
+    assert len(behind) == 5
+    assert max(behind) < 1.2
 
 
 @pytest.mark.ci

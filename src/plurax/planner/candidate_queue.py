@@ -8,7 +8,7 @@ from plurax.planner.candidates import CandidatePlan
 from plurax.planner.found import Ranked
 from plurax.planner.learned import Computed
 
-Item = tuple[tuple[float, int, int], float, CandidatePlan, Ranked | Computed | None]
+Item = tuple[tuple[bool, float, int, int], float, CandidatePlan, Ranked | Computed | None]
 
 
 @final
@@ -34,8 +34,13 @@ class CandidateQueue:
         `known` is its estimate, or what was computed, or None where `seconds` is only a bound.
         `risk` is the factor with which they count for its place.
         """
-        place = seconds * risk, candidate.sizes.devices, next(self._numbers)
+        place = False, seconds * risk, candidate.sizes.devices, next(self._numbers)
         heapq.heappush(self._items, (place, seconds, candidate, known))
+
+    def put_off(self, seconds: float, candidate: CandidatePlan) -> None:
+        """Add a candidate with its bound, behind all that are not put off."""
+        place = True, seconds, candidate.sizes.devices, next(self._numbers)
+        heapq.heappush(self._items, (place, seconds, candidate, None))
 
     def pop(self) -> tuple[float, CandidatePlan, Ranked | Computed | None]:
         """Remove the first candidate, and return its seconds, it, and what is known of it."""

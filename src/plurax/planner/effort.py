@@ -5,7 +5,7 @@ A clock would make what is found depend on how fast and how busy the computer is
     evaluations=16     solutions of shardings over `tensor`    8 at most
                        estimates                               what is left of the 16
                        plans of experts, second solutions      of either kind, 16 more
-                       a share of the products kept            4 more
+                       a share of the products kept            6 more
                        others beside the best plan             3 more
                        looks at what a solution says           1,600
 """
@@ -20,8 +20,8 @@ from typing import Literal, final
 EVALUATIONS = 16
 """By default."""
 
-_SHARES = 4
-"""Estimates of the fastest plan with a share of its products kept (`partly_kept.py`)."""
+_SHARES = 6
+"""Estimates of the fastest plans with a share of their products kept (`partly_kept.py`)."""
 
 _LOOKS = 100
 """Candidates with known solutions looked at for each evaluation: milliseconds each."""

@@ -34,6 +34,10 @@ class Ranked:
         assert self.estimate is not None
         return self.estimate.seconds
 
+    def place(self) -> tuple[float, int]:
+        """Return by what plans that fit are ranked: of equally fast ones, fewer devices first."""
+        return self.seconds, self.plan.devices
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Found:

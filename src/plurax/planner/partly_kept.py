@@ -2,10 +2,11 @@
 
 A search ranks plans that keep all products (`dots`) or none (`full`). Its fastest plan that
 recomputes is tried again with a share of them, those with the most operations for each byte
-(`plurax.jaxpr.kept_values`). What is kept last has the fewest: the scores of attention, for which
-memory is what a step waits for, so a share may be faster than all of them. And where it takes less
-memory than all, fewer microbatches may fit; where it takes more than none, more of them may let it
-fit. GPT of 1.7 billion parameters on 32 A100 of 80 GB:
+(`plurax.jaxpr.kept_values`); where it gains nothing, the fastest of the other policy is. What is
+kept last has the fewest: the scores of attention, for which memory is what a step waits for, so a
+share may be faster than all of them. And where it takes less memory than all, fewer microbatches
+may fit; where it takes more than none, more of them may let it fit. GPT of 1.7 billion parameters
+on 32 A100 of 80 GB:
 
     4 microbatches   dots     2.85 s    48 GB
                      half     2.67 s    27 GB    faster, with room for fewer microbatches
@@ -25,6 +26,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
+from plurax.plan import Remat
 from plurax.planner.found import Ranked
 
 _HALF, _MORE, _LESS = 0.5, 0.75, 0.25
@@ -41,12 +43,20 @@ def partly_kept(
 ) -> Ranked | None:
     """Return the fastest plan with a share of its products kept, if it is faster with it.
 
-    **Arguments:** `ranked`, fastest first, of which the first that recomputes is tried; `seconds`,
-    what it may take; `memory`, the bytes of a device.
+    **Arguments:** `ranked`, fastest first, of which the first that recomputes is tried, and where
+    it is none the faster, the first of the other policy; `seconds`, what these may take;
+    `memory`, the bytes of a device.
     """
-    best = next((one for one in ranked if one.plan.remat in ("dots", "full")), None)
-    if best is None or best.seconds > seconds:
-        return None
+    first: dict[Remat, Ranked] = {}
+    for plan in ranked:
+        if plan.plan.remat in ("dots", "full") and plan.seconds <= seconds:
+            first.setdefault(plan.plan.remat, plan)
+    tried = (_partly_kept(plan, memory, estimated) for plan in first.values())
+    return next((plan for plan in tried if plan is not None), None)
+
+
+def _partly_kept(best: Ranked, memory: float, estimated: Estimated) -> Ranked | None:
+    """Return a plan with the share of its products that is fastest, or None."""
     again = functools.partial(estimated, best)
     half = again(_HALF, 1)
     tried = [half]
