@@ -66,15 +66,23 @@ def test_a_search_goes_on_where_bounds_prove_nothing():
     assert unproven.evaluations >= 8
 
 
+def search_gpt(fast_memory):
+    model = gpt.Gpt(depth=24, width=2304, heads=24)
+    machine = px.Machine.preset("8xA100-80GB", nodes=4)
+    return px.search(
+        allowed(model.task()),
+        optax.adam(1e-3),
+        model.batch(512),
+        dataclasses.replace(machine, fast_memory=fast_memory),
+        pinned={"precision": "bfloat16"},
+    )
+
+
 @pytest.mark.ci
 def test_no_further_tensor_is_solved_for_plans_that_stay_behind():
     """By their bounds plans of GPT that keep all come before those that keep products, and an
     estimate says that they are slower."""
-    model = gpt.Gpt(depth=24, width=2304, heads=24)
-    machine, pinned = px.Machine.preset("8xA100-80GB", nodes=4), {"precision": "bfloat16"}
-    found = px.search(
-        allowed(model.task()), optax.adam(1e-3), model.batch(512), machine, pinned=pinned
-    )
+    found = search_gpt(fast_memory=0)
     assert found.gap == 0
     # The smallest is, for the bounds of the others.
     assert found.shardings.has_solved(2, "none")
@@ -86,6 +94,12 @@ def test_no_further_tensor_is_solved_for_plans_that_stay_behind():
     behind = [one.seconds / found.ranked[0].seconds for one in found.ranked]
     assert len(behind) == 5
     assert max(behind) < 1.2
+
+
+@pytest.mark.ci
+def test_bounds_that_count_what_stays_in_a_fast_memory_put_nothing_off():
+    found = search_gpt(fast_memory=1e6)
+    assert all(found.shardings.has_solved(tensor, "none") for tensor in (2, 4, 8, 16, 32))
 
 
 @pytest.mark.ci
