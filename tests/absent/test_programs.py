@@ -21,6 +21,7 @@ from plurax.execute import early_reduction
 from plurax.execute.compiler_options import checked_options, try_options
 from plurax.hlo.text import parse
 from plurax.mesh import make_mesh
+from plurax.pipeline import stage_values
 from plurax.trace.advised_options import advised_options
 
 jax.config.update("jax_platforms", "cpu")
@@ -166,6 +167,42 @@ def test_zero_3_holds_a_layer_at_a_time(machine, precision):
 
     (few, _), (many, layer_bytes) = temporaries(4), temporaries(16)
     assert many - few <= 2 * layer_bytes
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_tick_copies_no_parameter_of_a_stage(machine, monkeypatch):
+    """Embedding and head are read out of their flat buffer once, not in each tick."""
+
+    def table(key):
+        return jax.random.normal(key, (WIDTH, WIDTH))
+
+    def head_init(key):
+        return {"gain": jnp.ones(WIDTH), "kernel": jax.random.normal(key, (WIDTH, 4 * WIDTH))}
+
+    def head(p, x, batch, keys):
+        return jax.nn.logsumexp((x * p["gain"][None]) @ p["kernel"], axis=1)
+
+    task = px.stack(
+        embed=(table, lambda p, batch, keys: batch["x"] @ p),
+        block=(table, lambda p, x, batch, keys: x + jax.nn.gelu(x @ p)),
+        head=(head_init, head),
+        depth=DEPTH,
+    )
+    plan = px.Plan(data=2, pipeline=2, microbatches=4, remat="full")
+
+    def copied():
+        result = px.analysis.compiled_for(task, optax.sgd(0.1), plan, rows(), machine)
+        return [
+            one.name
+            for computation in parse(result.program.hlo()).computations.values()
+            for one in computation
+            if re.search(r"schedule_ticks/while/body/.*/slice$", one.op_name)
+            and f"[{4 * WIDTH * WIDTH}]" in one.type
+        ]
+
+    assert copied() == []
+    monkeypatch.setattr(stage_values, "PLATFORMS", frozenset())
+    assert copied() != []
 
 
 @pytest.mark.parametrize("name", ["data", "zero 3"])

@@ -106,7 +106,8 @@ class ScheduleExecutor:
         states: Sequence[Array] = (),
     ) -> None:
         self._live = live
-        self.network, self.schedule, self.trained = network, schedule, trained
+        self.network, self.schedule = network, schedule
+        self.trained = trained.read_once(network.stage_fns.values(), partitioner.axes.platform)
         self._stacked = stacked
         self.table = make_slot_table(schedule, sorted(network.stage_fns))
         self.device = lax.axis_index("pipeline")

@@ -151,6 +151,11 @@ def buffer_dtype(name: str) -> str:
     return name.partition("/")[0]
 
 
+def buffer_bytes(lengths: Lengths) -> int:
+    """Return the bytes of buffers of these lengths."""
+    return sum(length * jnp.dtype(buffer_dtype(name)).itemsize for name, length in lengths.items())
+
+
 def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 

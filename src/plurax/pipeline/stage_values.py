@@ -5,17 +5,28 @@ specs: `ShardedValue`s with a `jax.ShapeDtypeStruct` in place of the array.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from plurax.partition.values import ShardedValue
-from plurax.pipeline.packing import Buffers, Packing
+from plurax.pipeline.packing import Buffers, Packing, buffer_bytes, max_lengths
 from plurax.pipeline.stage_vjp import Values
 from plurax.pipeline.stages import StageFn
 from plurax.sharding.spec import TensorSharding
+
+PLATFORMS = frozenset({"gpu", "tpu"})
+"""Platforms whose compilers copy a parameter out of its buffer in each tick that reads it.
+
+On CPUs, too, but there the arrays of all devices cost more time than the copies.
+"""
+MAX_BUFFERS = 2
+"""How many buffers the parameters of all devices may need to be read before the ticks.
+
+A stack's embedding and head are on two devices, and need two at most.
+"""
 
 
 class PackedValues:
@@ -67,6 +78,7 @@ class StageParams:
     - `packings`: for each device the `Packing` of the parameters that only it has.
     - `homed`: this device's flat buffers, laid out by its packing.
     - `frozen`: the parameters without gradient.
+    - `arrays`: by number, parameters that have been read from the buffers (`read_once`).
     """
 
     values: Values
@@ -74,6 +86,7 @@ class StageParams:
     packings: Sequence[Packing]
     homed: Buffers
     frozen: frozenset[int] = frozenset()
+    arrays: Mapping[int, Array] = dataclasses.field(default_factory=dict)
 
     def trained(self, leaves: Sequence[int]) -> list[int]:
         """Return those of some parameters that have a gradient."""
@@ -99,12 +112,36 @@ class StageParams:
         for leaf in stage_fn.leaves:
             value, home = self.values[leaf], self.homes[leaf]
             if home is not None:
-                # Every device traces this read, at the offset that `home` uses: elsewhere it
-                # returns meaningless numbers, and the stage runs zero times.
-                (array,) = self.packings[home].read(self.homed, [self.packing_index(leaf)])
-                value = dataclasses.replace(value, array=array)
+                value = dataclasses.replace(value, array=self._read(leaf, home))
             values.append(value)
         return values
+
+    def _read(self, leaf: int, home: int) -> Array:
+        # Every device traces this read, at the offset that `home` uses: elsewhere it returns
+        # meaningless numbers, and the stage runs zero times.
+        if leaf in self.arrays:
+            return self.arrays[leaf]
+        (array,) = self.packings[home].read(self.homed, [self.packing_index(leaf)])
+        return array
+
+    def read_once(self, stage_fns: Iterable[StageFn], platform: str | None) -> "StageParams":
+        """Return these with all parameters of `StageFn`s read from the buffers.
+
+        What is read before the loop over ticks is its constant. The program is one for all devices,
+        so each then has arrays for the parameters of all: they are read at each use, as before,
+        where these need more than `MAX_BUFFERS` buffers, or if the platform is not in `PLATFORMS`.
+        """
+        lengths = [packing.lengths for packing in self.packings]
+        most = MAX_BUFFERS * buffer_bytes(max_lengths(lengths))
+        if platform not in PLATFORMS or sum(map(buffer_bytes, lengths)) > most:
+            return self
+        arrays = {
+            leaf: self._read(leaf, home)
+            for stage_fn in stage_fns
+            for leaf in stage_fn.leaves
+            if (home := self.homes[leaf]) is not None
+        }
+        return dataclasses.replace(self, arrays=arrays)
 
 
 def replicated_value(array: Any) -> ShardedValue:
