@@ -58,6 +58,24 @@ def test_stages_of_a_model_are_read_once_if_two_buffers_have_room_for_all(stages
     assert (before, inside > 0) == ((16, False) if times == "once" else (0, True))
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_layers_store_and_send_keeps_its_shape(schedule):
+    """A TPU copies what becomes flat: boundaries, and residuals of layers, embedding and head."""
+    task = models.transformer_stack(depth=4, tied=False)
+    plan = px.Plan(pipeline=2, microbatches=2, schedule=schedule)
+    trace = record_step(task, optax.sgd(0.1), plan, models.text(8))
+    (loop,) = filter(is_tick_loop, trace.block.ops)
+    ops = list(loop.blocks[0].all_ops())
+    boundary = (4, models.TOKENS, models.WIDTH)
+    sent = [op.inputs[0].shape for op in ops if op.name == "ppermute"]
+    assert sent == [boundary] * 2
+    # Gradients of one stage's parameters are flat.
+    buffers = {op.outputs[0].shape for op in ops if op.name == "dynamic_update_slice"}
+    flat = {shape for shape in buffers if len(shape) == 1}
+    assert flat == {(models.WORDS * models.WIDTH + models.WIDTH,)}
+    assert {shape[1:] for shape in buffers - flat} >= {boundary, (4, models.TOKENS)}
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(x64, once, schedule):
     """Trained, evaluated and predicted; by name, an embedding and a head, or two marked stages."""

@@ -423,13 +423,26 @@ def test_more_elements_than_an_index_counts_are_in_several_buffers():
     assert found.lengths == {
         "float32": 2**30, "float32/1": 2**30, "float32/2": 2**30, "float32/3": 2**32, "int32": 3,
     }  # fmt: skip
-    flat, rows = (jax.eval_shape(lambda r=r: packing.zeros(found.lengths, r)) for r in (None, 2))
+    flat, rows = (jax.eval_shape(lambda r=r: packing.zeros(found.shapes, r)) for r in (None, 2))
     for read, write, buffers, at in (
         (found.read, found.write, flat, ()),
         (found.read_row, found.write_row, rows, (1,)),
     ):
         written = jax.eval_shape(write, buffers, *at, found.leaves)
         assert jax.eval_shape(read, written, *at) == found.leaves
+
+
+def test_tensors_apart_keep_their_shapes():
+    leaves = [jnp.arange(6.0).reshape(2, 3), jnp.int32(3), jax.random.key(1), jnp.ones((0, 2))]
+    found = packing.Packing(leaves, apart=True)
+    assert found.shapes == {
+        "float32": (2, 3), "int32": (), "uint32": (2,), "float32/1": (0, 2),
+    }  # fmt: skip
+    written = found.write(packing.zeros(found.shapes), leaves)
+    rows = found.write_row(packing.zeros(found.shapes, 3), 1, leaves)
+    for read in (found.read(written), found.read_row(rows, 1)):
+        assert jax.random.key_data(read[2]).tolist() == jax.random.key_data(leaves[2]).tolist()
+        assert models.same_bits(read[:2], leaves[:2])
 
 
 @pytest.mark.ci

@@ -26,9 +26,9 @@ Under eager 1F1B a device runs an F and then a B in one tick, each with slots of
 
 With two float32 layers per device and a boundary activation of shape `(4, 16)`, a device carries:
 
-    x, cotangent               {"float32": (64,)}     what it sends at the end of the tick
-    arrived_x, ..._cotangent   {"float32": (2, 64)}   1 slot, and a last row that is never read
-    layer_residuals            {"float32": (4, r)}    2 slots * 2 layers; r numbers per residual row
+    x, cotangent               {"float32": (4, 16)}   what it sends at the end of the tick
+    arrived_x, ..._cotangent   {..: (2, 4, 16)}       1 slot, and a last row that is never read
+    layer_residuals            {..: (4, *shape), ..}  2 slots * 2 layers, for each residual
     layer_sums                 {leaf: (2, *shape)}    gradient sums, one row for each layer
 
 Each action runs in a `fori_loop` with a trip count of 0 or 1. A `lax.cond` would copy every buffer
@@ -41,6 +41,7 @@ B and W (Qi et al. 2023, https://arxiv.org/abs/2401.10241).
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ from plurax.hlo.compiled_collectives import TICKS, times_scope
 from plurax.jaxpr.barrier import order_after
 from plurax.partition.partitioner import Partitioner
 from plurax.partition.values import ShardedValue
-from plurax.pipeline.packing import Buffers, max_lengths, zeros
+from plurax.pipeline.packing import Buffers, flat_shapes, max_lengths, zeros
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.slots import FIELDS, make_slot_table
 from plurax.pipeline.stage_values import PackedValues, StageParams, replicated_value
@@ -117,6 +118,11 @@ class ScheduleExecutor:
             else LayerAssignment((0,) * schedule.stages, schedule.devices)
         )
         self.vjps = StageVjps(network, schedule, trained, rows, partitioner, goals, joint, states)
+        sharing = Counter(map(self._head_store, network.stage_fns))
+        for packed in (self.vjps.residuals, self.vjps.weight_residuals):
+            for stage in packed:
+                if sharing[self._head_store(stage)] == 1:
+                    packed[stage] = packed[stage].apart()
 
     # --- Running ------------------------------------------------------------------------------
 
@@ -141,7 +147,10 @@ class ScheduleExecutor:
 
     def _start(self) -> Carry:
         slots, vjps = self.table.slots, self.vjps
-        boundary = max_lengths(one.lengths for one in self.vjps.boundaries[:-1])
+        if self.network.layers is not None:
+            boundary = vjps.boundaries[0].shapes  # all are equal
+        else:
+            boundary = flat_shapes(max_lengths(one.lengths for one in vjps.boundaries[:-1]))
         carry: Carry = {
             "aux": [self._zero_aux(spec) for spec in self.vjps.aux],
             "x": zeros(boundary),
@@ -157,16 +166,13 @@ class ScheduleExecutor:
             for leaf in self.trained.trained(range(len(self.trained.homes)))
             if self.trained.homes[leaf] is None and leaf not in layers
         ]
-        residuals, weight_residuals = (
-            vjps.layer_residuals.lengths,
-            vjps.layer_weight_residuals.lengths,
-        )
+        residuals, weight_residuals = vjps.layer_residuals, vjps.layer_weight_residuals
         return carry | {
             "cotangent": zeros(boundary),
             "arrived_cotangent": zeros(boundary, slots["cotangent"] + 1),
-            "layer_residuals": zeros(residuals, self._layer_slots("layer_residuals")),
+            "layer_residuals": zeros(residuals.shapes, self._layer_slots("layer_residuals")),
             "layer_weight_residuals": zeros(
-                weight_residuals, self._layer_slots("layer_weight_residuals")
+                weight_residuals.shapes, self._layer_slots("layer_weight_residuals")
             ),
             "fn_residuals": self._fn_buffers("fn_residuals", vjps.residuals),
             "fn_weight_residuals": self._fn_buffers("fn_weight_residuals", vjps.weight_residuals),
@@ -177,7 +183,9 @@ class ScheduleExecutor:
                 for leaf in self.trained.trained(layers)
             },
             "shared_sums": {leaf: _zeros(vjps.grads[leaf].array) for leaf in shared},
-            "homed_sums": zeros(max_lengths(one.lengths for one in vjps.grad_packings), wide=True),
+            "homed_sums": zeros(
+                flat_shapes(max_lengths(one.lengths for one in vjps.grad_packings)), wide=True
+            ),
         }
 
     def _tick(self, carry: Carry, columns: Array) -> Carry:
@@ -258,11 +266,11 @@ class ScheduleExecutor:
             if name == "cotangent" and not self.vjps.backward:
                 continue
             arrived = dict(carry[f"arrived_{name}"])
-            where = (sent_by[name][f"arriving_{name}"], jnp.int32(0))
+            slot = sent_by[name][f"arriving_{name}"]
             for dtype, buffer in carry[name].items():
                 permute = functools.partial(lax.ppermute, axis_name="pipeline", perm=pairs)
                 received = moved(permute, buffer, self.vjps.partitioner.axes)
-                arrived[dtype] = lax.dynamic_update_slice(arrived[dtype], received[None], where)
+                arrived[dtype] = lax.dynamic_update_index_in_dim(arrived[dtype], received, slot, 0)
             carry[f"arrived_{name}"] = arrived
         return carry
 
@@ -307,8 +315,10 @@ class ScheduleExecutor:
         for key in sorted(set(map(self._head_store, self.network.stage_fns))):
             stages = [stage for stage in packed if self._head_store(stage) == key]
             counts = [slots[stage % self.schedule.devices] for stage in stages]
-            lengths = max_lengths(packed[stage].lengths for stage in stages)
-            buffers[key] = zeros(lengths, max(counts, default=0))
+            shapes = flat_shapes(max_lengths(packed[stage].lengths for stage in stages))
+            if len(stages) == 1:
+                shapes = packed[stages[0]].shapes
+            buffers[key] = zeros(shapes, max(counts, default=0))
         return buffers
 
     def _head_store(self, stage: int) -> bool:
@@ -316,10 +326,9 @@ class ScheduleExecutor:
 
         Under 1F1B the first device stores as many microbatches as there are devices, and the last
         one a single one: the head's residuals, of the size of the logits, shall not have the
-        embedding's number of slots. Where both have as many they share them.
+        embedding's number of slots. And each of both then has buffers of its tensors' shapes.
         """
-        slots = self.table.device_slots["fn_residuals"]
-        return self.network.stage_fns[stage].after and slots[0] != slots[-1]
+        return self.network.stage_fns[stage].after
 
     def _zero_aux(self, spec: ShardedValue) -> Array:
         """Return the zeros in which `aux` is summed, or stacked by microbatch."""

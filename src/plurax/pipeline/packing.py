@@ -14,6 +14,10 @@ Example: device 0 has `f32[100, 8]` and `i32[4]`, device 1 has `f32[8, 10]` and 
 
 Buffers of shape `(rows, length)` store one such packing per row: the slots of residuals.
 
+What is the same on all devices, such as the residuals of a layer, needs no flat buffers: `apart`,
+each tensor has a buffer of its own shape, as the stacks of a `lax.scan`. A TPU computes on tiles of
+8 x 128 numbers, and copies what becomes flat.
+
 Offsets are int32, as all indices of JAX. Where the tensors of a dtype have more elements, those
 beyond `MAX_OFFSET` are in further buffers: "float32", "float32/1", and so on.
 """
@@ -32,6 +36,7 @@ from plurax.tree import sum_dtype
 
 Buffers = dict[str, Array]
 Lengths = dict[str, int]
+Shapes = dict[str, tuple[int, ...]]
 
 MAX_OFFSET = 2**31 - 1
 """The largest offset of a tensor's end in a buffer that has several tensors."""
@@ -40,17 +45,19 @@ MAX_OFFSET = 2**31 - 1
 class Packing:
     """The offsets of some tensors in flat buffers.
 
-    **Arguments:** `leaves`, arrays or `jax.ShapeDtypeStruct`s of one device's tensors.
+    **Arguments:** `leaves`, arrays or `jax.ShapeDtypeStruct`s of one device's tensors; `apart`,
+    whether each has a buffer of its own shape.
 
-    **Attributes:** `leaves`, as `jax.ShapeDtypeStruct`s; `lengths`, the number of elements of each
-    buffer by its name, which begins with the dtype's (see `buffer_dtype`).
+    **Attributes:** `leaves`, as `jax.ShapeDtypeStruct`s; `apart`; `lengths`, the number of elements
+    of each buffer by its name, which begins with the dtype's (see `buffer_dtype`).
 
     >>> packing = Packing([jnp.ones((2, 3)), jnp.ones(4), jnp.ones(2, jnp.int32)])
     >>> packing.lengths
     {'float32': 10, 'int32': 2}
     """
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
+    def __init__(self, leaves: Sequence[Any], *, apart: bool = False) -> None:
+        self.apart = apart
         self.leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         self.lengths: Lengths = {}
         self._at: list[tuple[str, int, tuple[int, ...]]] = []
@@ -60,12 +67,20 @@ class Packing:
             data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
             dtype, size = str(data.dtype), math.prod(data.shape)
             name = latest.setdefault(dtype, dtype)
-            if self.lengths.get(name, 0) > 0 and self.lengths[name] + size > MAX_OFFSET:
+            full = self.lengths.get(name, 0) > 0 and self.lengths[name] + size > MAX_OFFSET
+            if full or (apart and name in self.lengths):
                 number = sum(buffer_dtype(other) == dtype for other in self.lengths)
                 name = latest[dtype] = f"{dtype}/{number}"
             offset = self.lengths.get(name, 0)
             self._at.append((name, offset, data.shape))
             self.lengths[name] = offset + size
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shape of each buffer by its name."""
+        if self.apart:
+            return {name: shape for name, _, shape in self._at}
+        return flat_shapes(self.lengths)
 
     def read(
         self, buffers: Mapping[str, Array], indices: Sequence[int] | None = None
@@ -77,7 +92,8 @@ class Packing:
         arrays = []
         for index in range(len(self.leaves)) if indices is None else indices:
             leaf, (name, offset, shape) = self.leaves[index], self._at[index]
-            flat = lax.slice(buffers[name], (offset,), (offset + math.prod(shape),))
+            end = offset + math.prod(shape)
+            flat = buffers[name] if self.apart else lax.slice(buffers[name], (offset,), (end,))
             # Not cast to the leaf's dtype: a buffer of gradient sums is float32 for bfloat16 too.
             array = flat.reshape(shape)
             if _is_key(leaf):
@@ -89,14 +105,21 @@ class Packing:
         """Return the buffers with all tensors written at their offsets, cast to their dtypes."""
         buffers = dict(buffers)
         for array, (name, offset, _) in zip(arrays, self._at, strict=True):
-            flat = _data(array).ravel().astype(buffers[name].dtype)
-            buffers[name] = lax.dynamic_update_slice(buffers[name], flat, (offset,))
+            data = _data(array).astype(buffers[name].dtype)
+            if self.apart:
+                buffers[name] = data
+                continue
+            buffers[name] = lax.dynamic_update_slice(buffers[name], data.ravel(), (offset,))
         return buffers
 
     def write_row(self, buffers: Buffers, row: Any, arrays: Sequence[Array]) -> Buffers:
         """Return buffers `(rows, length)` with all tensors written in row `row`."""
         buffers = dict(buffers)
         for array, (name, offset, _) in zip(arrays, self._at, strict=True):
+            if self.apart:
+                data = _data(array)
+                buffers[name] = lax.dynamic_update_index_in_dim(buffers[name], data, row, 0)
+                continue
             flat = _data(array).reshape(1, -1)
             buffers[name] = lax.dynamic_update_slice(buffers[name], flat, (row, np.int32(offset)))
         return buffers
@@ -105,8 +128,11 @@ class Packing:
         """Return the tensors in row `row` of buffers `(rows, length)`."""
         arrays = []
         for leaf, (name, offset, shape) in zip(self.leaves, self._at, strict=True):
-            size = (1, math.prod(shape))
-            array = lax.dynamic_slice(buffers[name], (row, np.int32(offset)), size).reshape(shape)
+            if self.apart:
+                array = lax.dynamic_index_in_dim(buffers[name], row, keepdims=False)
+            else:
+                start, size = (row, np.int32(offset)), (1, math.prod(shape))
+                array = lax.dynamic_slice(buffers[name], start, size).reshape(shape)
             if _is_key(leaf):
                 array = jax.random.wrap_key_data(array, impl=key_impl(leaf))
             arrays.append(array)
@@ -136,12 +162,17 @@ def max_lengths(lengths: Iterable[Lengths]) -> Lengths:
     return longest
 
 
-def zeros(lengths: Lengths, rows: int | None = None, *, wide: bool = False) -> Buffers:
-    """Return buffers of zeros, `(length,)` or `(rows, length)`; with `wide` float32 or wider."""
-    shape = () if rows is None else (rows,)
+def flat_shapes(lengths: Lengths) -> Shapes:
+    """Return the shapes of flat buffers of these lengths."""
+    return {name: (length,) for name, length in lengths.items()}
+
+
+def zeros(shapes: Shapes, rows: int | None = None, *, wide: bool = False) -> Buffers:
+    """Return buffers of zeros, of these shapes or `(rows, *shape)`; `wide`: float32 or wider."""
+    first = () if rows is None else (rows,)
     return {
-        name: jnp.zeros((*shape, length), sum_dtype(dtype) if wide else dtype)
-        for name, length in lengths.items()
+        name: jnp.zeros((*first, *shape), sum_dtype(dtype) if wide else dtype)
+        for name, shape in shapes.items()
         for dtype in [buffer_dtype(name)]
     }
 

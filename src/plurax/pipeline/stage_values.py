@@ -1,6 +1,6 @@
 """The values that one device of a pipeline stores: boundaries, residuals and parameters.
 
-The executor stores only flat arrays between ticks. It rebuilds `ShardedValue`s from them by their
+The executor stores only arrays between ticks. It rebuilds `ShardedValue`s from them by their
 specs: `ShardedValue`s with a `jax.ShapeDtypeStruct` in place of the array.
 """
 
@@ -30,16 +30,20 @@ A stack's embedding and head are on two devices, and need two at most.
 
 
 class PackedValues:
-    """The specs of some values and their offsets in flat buffers (see `packing.py`).
+    """The specs of some values and their offsets in buffers (see `packing.py`), flat or `apart`.
 
-    **Attributes:** `specs`; `shardings` of the values; `lengths` of the buffers, by dtype.
+    **Attributes:** `specs`; `shardings` of the values; `lengths` and `shapes` of the buffers.
     """
 
-    def __init__(self, specs: Values) -> None:
+    def __init__(self, specs: Values, *, apart: bool = False) -> None:
         self.specs = specs
         self.shardings = [spec.sharding for spec in specs]
-        self._packing = Packing([spec.array for spec in specs])
-        self.lengths = self._packing.lengths
+        self._packing = Packing([spec.array for spec in specs], apart=apart)
+        self.lengths, self.shapes = self._packing.lengths, self._packing.shapes
+
+    def apart(self) -> "PackedValues":
+        """Return the same values, each with a buffer of its own shape."""
+        return PackedValues(self.specs, apart=True)
 
     def read(self, buffers: Buffers) -> Values:
         """Return the values in buffers of at least these lengths."""

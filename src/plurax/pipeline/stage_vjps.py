@@ -16,8 +16,9 @@ Example: an embedding on stage 0, four equal layers, a head on stage 1; two devi
       layer_weight_residuals                        the parameters' gradients apart from B
     grads              {leaf: f32[16, 64], ...}     one microbatch's gradient of each parameter
 
-Boundaries and residuals are `PackedValues`, which read and write them in flat buffers:
-`boundaries[0]` has 64 numbers, and the buffer of `residuals` is as long as the longer of both.
+Boundaries and residuals are `PackedValues`, which read and write them in buffers: those of one
+layer, and a boundary of one tensor between layers, in buffers of their shapes; others in flat ones,
+as long as the longest that shares them.
 
 All layers share one `StageVjp`: the executor runs it in a loop over the stage's layers.
 """
@@ -101,7 +102,9 @@ class StageVjps:
                 x = self._plan_layer(x, like, rows)
             if stage_fn is not None and stage_fn.after:
                 x, like = self._plan_stage_fn(stage, stage_fn, x, like, rows)
-            self.boundaries.append(PackedValues(x))
+            # Each buffer is sent by itself, so several tensors are packed in one.
+            apart = self.network.layers is not None and len(x) == 1
+            self.boundaries.append(PackedValues(x, apart=apart))
         if self.network.layers is not None:
             # Every boundary has the sharding that a layer returns. If the embedding returns
             # another, its forward reshards the result.
@@ -178,7 +181,7 @@ class StageVjps:
             pairs = zip(x, shardings, strict=True)
             x = [self.partitioner.move(value, sharding) for value, sharding in pairs]
             y, _, residuals = vjp.forward(inputs._replace(x=x), shardings, keep=self.backward)
-        self.layer_residuals = PackedValues(residuals)
+        self.layer_residuals = PackedValues(residuals, apart=True)
         return self._of_batch(y)
 
     def _layer_inputs(self, x: Values, rows: Values) -> Inputs:
@@ -224,10 +227,11 @@ class StageVjps:
         layers = self.network.layers
         if layers is not None and self.layer is not None:
             boundary = self.boundaries[0]
-            self.layer_weight_residuals = back(
+            weight_residuals = back(
                 self.layer, self._layer_inputs([], rows), self.layer_residuals, boundary.specs,
                 boundary.shardings, self.layer_goals, layers.leaves,
             )  # fmt: skip
+            self.layer_weight_residuals = weight_residuals.apart()
 
     def loss_cotangent(self, vjp: StageVjp) -> Values:
         """Return the cotangent of the loss, ones, with which the backward pass begins."""

@@ -200,7 +200,7 @@ class PipelinedBackend(Backend):
         for stage, stage_fn in network.stage_fns.items():
             # A broadcast is a sum with zeros, and random keys cannot be added: pack them as uint32.
             packing = Packing([states[leaf] for leaf in stage_fn.writes])
-            own = packing.write(zeros(packing.lengths), [states[leaf] for leaf in stage_fn.writes])
+            own = packing.write(zeros(packing.shapes), [states[leaf] for leaf in stage_fn.writes])
             mine = here == stage % self.plan.pipeline
             broadcast = broadcast_from_stage(
                 {n: jnp.where(mine, a, jnp.zeros_like(a)) for n, a in own.items()}

@@ -38,7 +38,7 @@ from plurax.execute.layouts.state_layout import StateLayout, stored_where_equal
 from plurax.execute.layouts.state_shardings import StateShardings
 from plurax.freezing import frozen_leaves
 from plurax.pipeline.layer_rows import layers_to_rows, rows_to_layers
-from plurax.pipeline.packing import Packing, buffer_dtype, max_lengths, zeros
+from plurax.pipeline.packing import Packing, buffer_dtype, flat_shapes, max_lengths, zeros
 from plurax.pipeline.stage_update import broadcast_from_stage
 from plurax.pipeline.stages import LayerAssignment
 from plurax.sharding.parameter_info import ParameterInfo
@@ -128,7 +128,7 @@ class StagePlacement:
     ) -> dict[str, Array]:
         """Return a device's buffers with the leaves that only it has; with `wide` for sums, in
         float32 or wider."""
-        return self.packings[device].write(zeros(self.lengths, wide=wide), arrays)
+        return self.packings[device].write(zeros(flat_shapes(self.lengths), wide=wide), arrays)
 
     def gathered(self, staged: Staged) -> PyTree:
         """Broadcast each stage's leaves to all stages; return the tree with all leaves.
