@@ -24,9 +24,9 @@ PARTS = {
         user_frames argument_check error_texts mistakes reading replacing distributed yardstick
         over_batch""",
     "planning": """
-        by_rules candidates corrections estimate expert_plans expert_weights found found_plans
-        golden_plans longest measure_machine partly_kept population_plans search search_exact
-        search_stages""",
+        by_rules candidates corrections estimate expert_plans expert_weights fast_memory found
+        found_plans golden_plans longest measure_machine partly_kept population_plans search
+        search_exact search_stages""",
     "running": """
         tests/faults tests/processes tests/resume checkpoint compression coroutines elastic
         interleavings launch launch_hosts launch_ray locked_folder log log_check reaper replay

@@ -16,8 +16,8 @@ from plurax.plan import Plan
 from plurax.planner import exact
 from plurax.planner.costs import TimeCosts
 from plurax.planner.fewest import Walk
-from plurax.planner.graph import graph_of_step
 from plurax.planner.rule_strategies import decided_by_rules
+from plurax.planner.step_graph import graph_of_step
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
 

@@ -53,6 +53,7 @@ MACHINES = {
     "fast and slow": uneven((4, A100), (4, V100)),
     "slow and fast": uneven((4, V100), (4, A100)),
     "few fast": uneven((2, A100), (6, V100)),
+    "TPUs": px.Machine.preset("4xTPU-v5e"),
     "cores": px.Machine("cores", {"float32": 1e11}, 8e9, 1e10, [Level("node", 4, 5e9, 2e-5)],
                         overhead=5e-6),
 }  # fmt: skip

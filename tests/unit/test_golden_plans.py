@@ -20,7 +20,7 @@ from plurax.planner import exact
 from plurax.planner.costs import TimeCosts
 from plurax.planner.exact import Budget
 from plurax.planner.fewest import Walk, fewest_strategies, rules_of, strategies_of
-from plurax.planner.graph import graph_of_step
+from plurax.planner.step_graph import graph_of_step
 from plurax.sharding.spec import TensorSharding
 
 A100 = px.Machine.preset("4xA100-80GB")

@@ -25,9 +25,10 @@ from plurax.planner import exact
 from plurax.planner.costs import TimeCosts, state_ratios
 from plurax.planner.equal_layers import classes_of
 from plurax.planner.exact import Budget
-from plurax.planner.graph import graph_of, graph_of_step
+from plurax.planner.graph import graph_of
 from plurax.planner.problem import Problem
 from plurax.planner.shard_strategies import StrategyFinder, Tensor
+from plurax.planner.step_graph import graph_of_step
 from plurax.sharding.axes import Axes
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import Strategies, Strategy, entries_of

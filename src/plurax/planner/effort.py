@@ -5,6 +5,7 @@ A clock would make what is found depend on how fast and how busy the computer is
     evaluations=16     solutions of shardings over `tensor`    8 at most
                        estimates                               what is left of the 16
                        plans of experts, second solutions      of either kind, 16 more
+                       second solutions where nothing hides    4 more
                        a share of the products kept            6 more
                        others beside the best plan             3 more
                        looks at what a solution says           1,600
@@ -23,16 +24,20 @@ EVALUATIONS = 16
 _SHARES = 6
 """Estimates of the fastest plans with a share of their products kept (`partly_kept.py`)."""
 
+_SECONDS = 4
+"""Estimates of the fastest plan of each remat policy without strategies of equations, on devices
+that send nothing while they compute."""
+
 _LOOKS = 100
 """Candidates with known solutions looked at for each evaluation: milliseconds each."""
 
 BESIDE = 3
 """Plans that are tried beside the best one."""
 
-Step = Literal["solution", "estimate", "share", "beside", "look"]
-"""What is done for a candidate. Solutions of shardings over `tensor` and estimates, also those of a
-share of products and of plans beside the best one, are evaluations, for each of which the step is
-traced; a look takes what is known of a solution."""
+Step = Literal["solution", "estimate", "second", "share", "beside", "look"]
+"""What is done for a candidate. Solutions of shardings over `tensor` and estimates, also those of
+second solutions, of a share of products and of plans beside the best one, are evaluations, for each
+of which the step is traced; a look takes what is known of a solution."""
 
 
 @final
@@ -49,7 +54,8 @@ class Effort:
         self._usual = self._experts = self._all = evaluations
         self._solutions = max(1, evaluations // 2)
         # What is counted apart from the others.
-        self._apart = {"look": _LOOKS * evaluations, "share": _SHARES, "beside": BESIDE}
+        self._apart = {"look": _LOOKS * evaluations, "second": _SECONDS, "share": _SHARES}
+        self._apart["beside"] = BESIDE
         self._end = math.inf if seconds is None else started + seconds
         self._longest = 0.0
         self.found, self.spent, self.stopped = False, 0, False

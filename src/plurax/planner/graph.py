@@ -38,10 +38,6 @@ from jaxtyping import PyTree
 
 from plurax import tree
 from plurax.errors import PlanError
-from plurax.execute.gradient import gradient
-from plurax.execute.initial_state import initial
-from plurax.execute.placement import leading_dim
-from plurax.execute.rows import abstract_rows
 from plurax.freezing import frozen_leaves
 from plurax.jaxpr.compat import (
     REMAT,
@@ -53,20 +49,18 @@ from plurax.jaxpr.compat import (
     is_recomputed,
     is_transposed,
 )
-from plurax.jaxpr.interpret import holds
-from plurax.mesh import abstract_mesh, within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.pins import equations
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import ValueVersions
 from plurax.pipeline.cut import has_boundaries
-from plurax.plan import Plan
 from plurax.planner.shard_strategies import ShardStrategy, StrategyFinder, Tensor, every_sharding
 from plurax.sharding.annotations import Boundary
 from plurax.sharding.axes import Axes
-from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
-from plurax.task import Task
+
+Place = tuple[int, Tensor]
+"""A place among the operands or the results of a node, and the tensor that is there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +159,28 @@ class Graph:
         """The value that each input of a node reads; none where zeros are created."""
         return {(use.node, use.input): value for value in self.values for use in value.uses}
 
+    @functools.cached_property
+    def far(self) -> Mapping[str, tuple[list[Place], list[Place]]]:
+        """By the paths of nodes, operands and results that are in the large memory of a TPU.
+
+        Parameters and what is computed of them alone, rows of stacks, and what is stacked or kept
+        for the backward pass.
+        """
+        far: dict[str, tuple[list[Place], list[Place]]] = {
+            node.path: ([], []) for node in self.nodes if node.decides
+        }
+        for value in self.values:
+            producer = self.nodes[value.node]
+            readers = [(self.nodes[use.node], use.input) for use in value.uses]
+            if value.kept or not value.varying or producer.kind == "row":
+                for reader, place in readers:
+                    if reader.decides:
+                        far[reader.path][0].append((place, value.tensor))
+            stacked = any(reader.kind == "stack" for reader, _ in readers)
+            if producer.decides and (value.kept or stacked):
+                far[producer.path][1].append((value.output, value.tensor))
+        return far
+
     def index(self, name: str) -> int:
         """Return the index of a node by the name of its parameter or the path of its equation.
 
@@ -229,62 +245,6 @@ def graph_of(
     shapes = {path: value.tensor for path, value in zip(params, inputs, strict=False)}
     nodes, values = tuple(builder.nodes), builder.read_values()
     return Graph(axes, tuple(searched), nodes, values, shapes, closed, args, held)
-
-
-@dataclasses.dataclass(frozen=True)
-class KnownGraphs:
-    """What graphs of one task and batch have in common.
-
-    **Fields:** `traces`, by rows, precision and remat policy; `finders` of strategies, by axes and
-    by whether rules decide: under another policy most equations are equal.
-    """
-
-    traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    finders: dict[tuple[Axes, bool], StrategyFinder] = dataclasses.field(default_factory=dict)
-
-
-def graph_of_step(
-    task: Task,
-    plan: Plan,
-    batch: PyTree,
-    known: KnownGraphs | None = None,
-    *,
-    by_rules: bool = False,
-) -> Graph:
-    """Return the graph of one device's microbatch under a plan, to be split over `tensor`.
-
-    **Arguments:** `batch`: arrays or `jax.ShapeDtypeStruct`s, of all devices. Of the plan `data`,
-    `microbatches` and `tensor` count, `precision` and `remat`, and its `shardings` for annotations;
-    its shardings for parameters do not: these are what is searched. Traces that are `known` are
-    used again for as many rows, unless they name the mesh that they are of. With `by_rules`
-    equations have the replicated strategy alone, which those of rules replace (`decided_by_rules`).
-    """
-    known = KnownGraphs() if known is None else known
-    size = plan.padded_size(leading_dim(batch)) // plan.parts
-    key = size, plan.precision, plan.remat
-    closed, args = known.traces.get(key) or _traced(task, plan, tree.with_rows(batch, size))
-    if not any(holds(closed.jaxpr, name) for name in ("shard_map", "sharding_constraint")):
-        known.traces[key] = closed, args
-    split = ["tensor"] if plan.tensor > 1 else []
-    axes = Axes(dict.fromkeys(split, plan.tensor), permutes=plan.pipeline == 1)
-    named = Rules(plan.rules, {"tensor": plan.tensor}).find
-    new = StrategyFinder(axes, split, replicated=by_rules)
-    finder = known.finders.setdefault((axes, by_rules), new)
-    return graph_of(
-        closed, args, axes, searched=split, trips=plan.most_microbatches, named=named,
-        finder=finder, frozen=task.frozen,
-    )  # fmt: skip
-
-
-def _traced(task: Task, plan: Plan, rows: PyTree) -> tuple[Any, tuple[PyTree, PyTree, PyTree]]:
-    """Return the gradient of some rows, and the arguments with which it is traced."""
-    params, model_state = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-        jax.eval_shape(lambda: initial(task, jax.random.key(0))),
-    )
-    args = params, model_state, abstract_rows(rows)
-    fun = within(abstract_mesh(plan), gradient(task, plan.precision, remat=plan.remat))
-    return jax.make_jaxpr(fun)(*args), args
 
 
 class _TracedValue:

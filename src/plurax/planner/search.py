@@ -56,9 +56,8 @@ from plurax.planner.candidates import (
     candidates,
     homes_of,
     model_of,
-    tensor_rows,
 )
-from plurax.planner.costs import TimeCosts, least_together, state_ratios
+from plurax.planner.costs import TimeCosts, least_together, sends_meanwhile, state_ratios
 from plurax.planner.effort import BESIDE, EVALUATIONS, Effort, Step, few_collections
 from plurax.planner.expert_weights import fields_of_rows_sent
 from plurax.planner.experts import is_expert, is_plain, machines_of_kinds
@@ -240,7 +239,7 @@ class _Search:
     ) -> None:
         self._task, self._optimizer, self._batch = task, optimizer, batch
         self._machine, self._model, self._limit = machine, model, limit
-        self._tensor_bound = TensorBound(machine)
+        self._tensor_bound = TensorBound(machine, model.parameters)  # gradients may be half as wide
         self._shardings, self._effort = shardings, effort
         start = machine.start_seconds
         self._learned = Learned({name: start * t.products for name, t in model.totals.items()})
@@ -360,9 +359,8 @@ class _Search:
         `tensor` has to be solved for. Others may be nearer, whatever their bounds: of GPT of 1.7
         billion parameters plans that keep all take 3.8 s by their bounds where one that keeps
         products takes 2.8 s, by a bound of 4.7. Of a policy that is not known none is put off: a
-        share of its products may be faster. Nor on devices with a fast memory, where bounds count
-        what never leaves it: on v5e an encoder-decoder takes 13.1 ms with `tensor=8`, which waited,
-        and 15.6 ms without.
+        share of its products may be faster. Nor on devices with a fast memory, whose bounds say
+        little: they count no traffic.
         """
         if self._machine.fast_memory or candidate.sizes in self._put_off:
             return False
@@ -426,8 +424,9 @@ class _Search:
         return 1 + max(0.0, memory / self._limit - 0.5)
 
     def _bound(self, candidate: CandidatePlan) -> float:
-        rows = tensor_rows(self._model, candidate.sizes)
-        sent = self._tensor_bound.of_row(candidate.sizes.tensor) * rows
+        sizes, batch_size = candidate.sizes, self._model.batch_size
+        rows = batch_size / sizes.data / sizes.pipeline  # of a step, in layers of one stage
+        sent = rows * self._tensor_bound.of_row(sizes.tensor, batch_size / sizes.parts)
         return least_together(self._machine, candidate.seconds, sent)
 
     def _least(self, candidate: CandidatePlan) -> float:
@@ -481,8 +480,8 @@ class _Search:
     def _learn(self, candidate: CandidatePlan) -> None:
         """Note what the devices of `tensor` send for a row."""
         if candidate.plan.tensor > 1:
-            sent = self._shardings.sent_for_a_row(candidate.plan)
-            self._tensor_bound.add(candidate.plan.tensor, sent)
+            plan, sent = candidate.plan, self._shardings.sent_for_a_row(candidate.plan)
+            self._tensor_bound.add(plan.tensor, plan.remat, *sent)
 
     def _estimated(
         self, candidate: CandidatePlan, computed: "Computed", step: Step = "estimate"
@@ -532,12 +531,13 @@ class _Search:
     def _improved(self, best: Ranked) -> Ranked:
         """Return a plan with the first of its other solutions that is faster by its estimate."""
         candidate, shardings = best.candidate, self._shardings
+        step: Step = "estimate" if sends_meanwhile(self._machine) else "second"
         for other in shardings.others(candidate):
-            if not self._effort.allows("estimate", True):
+            if not self._effort.allows(step, True):
                 break
             before = shardings.exactly(candidate)
             shardings.prefer(candidate, other)
-            now = self._again(candidate)
+            now = self._again(candidate, step)
             if now and now.seconds < best.seconds and safe_bytes(now) <= self._limit:
                 return now
             shardings.prefer(candidate, before)
@@ -558,7 +558,7 @@ class _Search:
         self._shardings.take_rules(candidate, best.candidate)
         return self._again(candidate, "share")
 
-    def _again(self, candidate: Plan, step: Step = "estimate") -> Ranked | None:
+    def _again(self, candidate: Plan, step: Step) -> Ranked | None:
         """Return a candidate with the solution that is preferred for it, or None if it cannot be.
 
         It may not fit.

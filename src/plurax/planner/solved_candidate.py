@@ -58,8 +58,8 @@ class Sharded:
     @functools.cached_property
     def profile(self) -> SolutionProfile:
         """Where the seconds and the bytes of one microbatch are."""
-        times = self.plan.most_microbatches
-        return profile_of(self.graph, self.solution, self.costs, times, self.depth)
+        costs, times = dataclasses.replace(self.costs, near=True), self.plan.most_microbatches
+        return profile_of(self.graph, self.solution, costs, times, self.depth)
 
     @functools.cached_property
     def starts(self) -> float:

@@ -4,47 +4,68 @@ What each device sends for a row grows with the number of devices, so what is kn
 `tensor` bounds a larger one, over the links that this one spans. By the links of 8 A100 a node, 4
 MiB take 1.3 times as long over 8 devices as over 2, and over 16, in two nodes, 2.2 times:
 
-    solved       tensor=2: 2.0 ms for a row
-    bound        tensor=16, 32 rows: at least 32 x 2.2 x 2.0 ms = 141 ms
+    solved       tensor=2, microbatches of 4 rows: 2.0 ms for a row
+    bound        tensor=16, microbatches of 4 rows, 32 in a step: at least 32 x 2.2 x 2.0 = 141 ms
+
+But devices may also divide the rows of a microbatch instead of its weights, and send the gradients
+of these, once for any number of rows. Of larger microbatches no more is known than the shorter one:
+
+    gradients    40 ms over 16 devices
+    bound        tensor=16, microbatches of 16 rows, 32 in a step: 2 x min(16 x 4.4, 40) = 80 ms
 """
 
-import math
 from typing import final
 
 from plurax.machine import Machine
-
-_MESSAGE = 2**22
-"""Bytes that a device sends in the all-reduce by which sizes of `tensor` are compared."""
+from plurax.plan import Remat
 
 
 @final
 class TensorBound:
-    """What is known of each size of `tensor`, on one machine."""
+    """What is known of each size of `tensor`, on one machine.
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._sent: dict[int, float] = {}  # by the size, the seconds of its collectives for one row
-        self._seconds: dict[int, float] = {}  # of an all-reduce
+    **Arguments:** `gradients`, the bytes that a device sends to add up those of all parameters.
+    """
 
-    def add(self, size: int, sent: float) -> None:
-        """Note the seconds of the collectives over so many devices for one row."""
-        self._sent[size] = min(sent, self._sent.get(size, math.inf))
+    def __init__(self, machine: Machine, gradients: float) -> None:
+        self._machine, self._gradients = machine, gradients
+        # By the size and the remat policy, rows of a microbatch and the seconds for one of them.
+        self._sent: dict[int, dict[Remat, list[tuple[float, float]]]] = {}
+        self._seconds: dict[tuple[int, float], float] = {}  # of an all-reduce
 
-    def of_row(self, size: int) -> float:
-        """Return the least seconds of the collectives over so many devices for one row."""
-        return max(
-            (
-                sent * self._all_reduce(size) / self._all_reduce(known)
-                for known, sent in self._sent.items()
-                if known <= size
-            ),
-            default=0.0,
-        )
+    def add(self, size: int, remat: Remat, rows: float, sent: float) -> None:
+        """Note the seconds of the collectives over so many devices for one row of a microbatch."""
+        self._sent.setdefault(size, {}).setdefault(remat, []).append((rows, sent))
 
-    def _all_reduce(self, size: int) -> float:
+    def of_row(self, size: int, rows: float) -> float:
+        """Return the least seconds of the collectives over so many devices for one of the rows of
+        a microbatch."""
+        least = 0.0
+        for smaller, policies in self._sent.items():
+            if smaller <= size:
+                longer = self._all_reduce(size, _MESSAGE) / self._all_reduce(smaller, _MESSAGE)
+                of_policies = (
+                    max(self._for_rows(size, rows, known, longer * sent) for known, sent in some)
+                    for some in policies.values()
+                )
+                least = max(least, min(of_policies))
+        return least
+
+    def _for_rows(self, size: int, rows: float, known: float, sent: float) -> float:
+        """Return what one of some rows takes at the least, by what one of `known` rows takes."""
+        if rows <= known:
+            return sent
+        gradients = self._all_reduce(size, self._gradients)
+        return min(sent, max(known * sent, gradients) / rows)
+
+    def _all_reduce(self, size: int, sent: float) -> float:
         """Return the seconds of one all-reduce over devices beside each other."""
-        if size not in self._seconds:
-            self._seconds[size] = self._machine.collective_seconds(
-                "all-reduce", _MESSAGE, size, 1, mesh_devices=self._machine.devices
+        if (size, sent) not in self._seconds:
+            self._seconds[size, sent] = self._machine.collective_seconds(
+                "all-reduce", sent, size, 1, mesh_devices=self._machine.devices
             )
-        return self._seconds[size]
+        return self._seconds[size, sent]
+
+
+_MESSAGE = 2**22
+"""Bytes that a device sends in the all-reduce by which sizes of `tensor` are compared."""

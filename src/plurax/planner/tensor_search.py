@@ -42,7 +42,7 @@ from plurax.planner.costs import (
     sends_meanwhile,
 )
 from plurax.planner.fewest import Walk, fewest_strategies, rules_of, strategies_of
-from plurax.planner.graph import Graph, KnownGraphs, graph_of_step
+from plurax.planner.graph import Graph
 from plurax.planner.lockstep import StagedModel, Stages, fastest_stages, ticks_of_step
 from plurax.planner.origins import readers
 from plurax.planner.parts import parts_of
@@ -50,6 +50,7 @@ from plurax.planner.problem import Pins, Problem, Ticks, Within
 from plurax.planner.profile import Share
 from plurax.planner.rule_strategies import decided_by_rules
 from plurax.planner.solved_candidate import Sharded
+from plurax.planner.step_graph import KnownGraphs, graph_of_step
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import Strategy, axes_of, entries_of, entries_text
@@ -322,13 +323,13 @@ class TensorSearch:
         slowest, *each = self._product_seconds(plan, every)
         return tuple(slowest / seconds for seconds in each)
 
-    def sent_for_a_row(self, plan: Plan) -> float:
-        """Return the seconds of the collectives over `tensor` for one row of a step.
+    def sent_for_a_row(self, plan: Plan) -> tuple[float, float]:
+        """Return the rows of a microbatch, and the seconds of collectives over `tensor` for one.
 
         A solution is of all tokens, of which `context` gives each device a share.
         """
         found = self.sharded(plan)
-        return found.seconds_sent / found.rows / plan.context
+        return found.rows_of_a_microbatch, found.seconds_sent / found.rows / plan.context
 
     def sharded(self, plan: Plan) -> Sharded:
         """Return the solution for a candidate, found now or shared with another."""
@@ -358,15 +359,22 @@ class TensorSearch:
         """Yield other solutions of a candidate, where a quarter of each collective is exposed.
 
         None where a plan has strategies and hides nothing: with remat only gradients over `data`
-        are sent meanwhile. What is hidden behind computation only the estimate of a program knows,
-        and what is fused: so of stages the first one has small parameters whole, since a residual
+        are sent meanwhile. Of machines that never do, the same shardings without strategies: what
+        is sent is in a TPU's large memory, and more of a reduce-scatter and an all-gather than of
+        one reduction. What is hidden behind computation only the estimate of a program knows, and
+        what is fused: so of stages the first one has small parameters whole, since a residual
         stream that a few positions split by tokens is that for all that follows.
         """
         by_rules, machine = _by_rules(self._task, plan), self._machine
-        hides = plan.remat == "none" and machine is not None and sends_meanwhile(machine)
-        if plan.tensor == 1 or not (by_rules or hides):
+        meanwhile = machine is not None and sends_meanwhile(machine)
+        hides = plan.remat == "none" and meanwhile
+        if plan.tensor == 1 or (meanwhile and not (by_rules or hides)):
             return
         solved = self.exactly(plan)
+        if not (by_rules or hides):
+            if solved.strategies:
+                yield dataclasses.replace(solved, strategies=[])
+            return
         costs = dataclasses.replace(solved.costs, exposed=_EXPOSED)
         known = [(solved.shardings, solved.strategies)]
         ticks = self._ticks(plan, solved)
