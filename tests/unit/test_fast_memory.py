@@ -36,7 +36,7 @@ def network():
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_no_plan_is_faster_than_its_bound(network, remat):
     """Rows of which a device has few at a time never leave the fast memory: bounds with all traffic
-    of the batch are up to 2.3 times what is estimated."""
+    of the batch are up to 2.4 times what is estimated."""
     task, batch = network
     optimizer = optax.adam(1e-3)
     model = model_of(task, optimizer, batch, "float32", V5E, [remat])
@@ -109,9 +109,10 @@ def test_what_larger_sizes_of_tensor_send_is_bounded_by_smaller_ones():
 
 def test_gradients_that_take_long_bound_larger_microbatches():
     gradients = 1e9
-    seconds = V5E.collective_seconds("all-reduce", gradients, 2, 1, mesh_devices=8)
-    assert 4e-4 * 9 < seconds < 4e-4 * 32
     bound = TensorBound(V5E, gradients)
     bound.add(2, "full", 8.0, 4e-4)
     assert bound.of_row(2, 9.0) == 4e-4, "in proportion to rows"
-    assert bound.of_row(2, 32.0) == pytest.approx(seconds / 32)
+    for size, sent in ((2, gradients), (4, 1.5 * gradients)):
+        seconds = V5E.collective_seconds("all-reduce", sent, size, 1, mesh_devices=8)
+        assert 4e-4 * 9 < seconds < 4e-4 * 128
+        assert bound.of_row(size, 128.0) == pytest.approx(seconds / 128)

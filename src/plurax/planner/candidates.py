@@ -192,7 +192,7 @@ def _least_rates(machine: Machine) -> Machine:
     """Return a machine as bounds see it: kernels start at once, and where there is a fast memory,
     all that they read and write may be there. GPT of 8 layers on v5e, 4 rows of 512 tokens each:
 
-        traffic of 4 rows counted      data=4, pipeline=2, microbatches of 1 row >= 34 ms
+        traffic of 4 rows counted      data=4, pipeline=2, microbatches of 1 row >= 36 ms
         estimated                      31 ms, since a row leaves the fast memory only to be kept
     """
     bandwidth = _AT_ONCE if machine.fast_memory else machine.memory_bandwidth

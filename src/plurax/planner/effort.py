@@ -24,7 +24,7 @@ EVALUATIONS = 16
 _SHARES = 6
 """Estimates of the fastest plans with a share of their products kept (`partly_kept.py`)."""
 
-_SECONDS = 4
+_SECOND_SOLUTIONS = 4
 """Estimates of the fastest plan of each remat policy without strategies of equations, on devices
 that send nothing while they compute."""
 
@@ -54,8 +54,12 @@ class Effort:
         self._usual = self._experts = self._all = evaluations
         self._solutions = max(1, evaluations // 2)
         # What is counted apart from the others.
-        self._apart = {"look": _LOOKS * evaluations, "second": _SECONDS, "share": _SHARES}
-        self._apart["beside"] = BESIDE
+        self._apart = {
+            "look": _LOOKS * evaluations,
+            "second": _SECOND_SOLUTIONS,
+            "share": _SHARES,
+            "beside": BESIDE,
+        }
         self._end = math.inf if seconds is None else started + seconds
         self._longest = 0.0
         self.found, self.spent, self.stopped = False, 0, False

@@ -239,7 +239,8 @@ class _Search:
     ) -> None:
         self._task, self._optimizer, self._batch = task, optimizer, batch
         self._machine, self._model, self._limit = machine, model, limit
-        self._tensor_bound = TensorBound(machine, model.parameters)  # gradients may be half as wide
+        wide = 0.5 if model.precision == "bfloat16" else 1.0  # gradients, by their parameters
+        self._tensor_bound = TensorBound(machine, wide * model.parameters)
         self._shardings, self._effort = shardings, effort
         start = machine.start_seconds
         self._learned = Learned({name: start * t.products for name, t in model.totals.items()})
@@ -359,8 +360,7 @@ class _Search:
         `tensor` has to be solved for. Others may be nearer, whatever their bounds: of GPT of 1.7
         billion parameters plans that keep all take 3.8 s by their bounds where one that keeps
         products takes 2.8 s, by a bound of 4.7. Of a policy that is not known none is put off: a
-        share of its products may be faster. Nor on devices with a fast memory, whose bounds say
-        little: they count no traffic.
+        share of its products may be faster. Nor where there is a fast memory: bounds say little.
         """
         if self._machine.fast_memory or candidate.sizes in self._put_off:
             return False

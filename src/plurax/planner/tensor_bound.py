@@ -24,7 +24,7 @@ from plurax.plan import Remat
 class TensorBound:
     """What is known of each size of `tensor`, on one machine.
 
-    **Arguments:** `gradients`, the bytes that a device sends to add up those of all parameters.
+    **Arguments:** `gradients`, the bytes of those of all parameters.
     """
 
     def __init__(self, machine: Machine, gradients: float) -> None:
@@ -55,7 +55,7 @@ class TensorBound:
         """Return what one of some rows takes at the least, by what one of `known` rows takes."""
         if rows <= known:
             return sent
-        gradients = self._all_reduce(size, self._gradients)
+        gradients = self._all_reduce(size, 2 * (size - 1) / size * self._gradients)
         return min(sent, max(known * sent, gradients) / rows)
 
     def _all_reduce(self, size: int, sent: float) -> float:
