@@ -30,16 +30,21 @@ class TensorBound:
     def __init__(self, machine: Machine, gradients: float) -> None:
         self._machine, self._gradients = machine, gradients
         # By the size and the remat policy, rows of a microbatch and the seconds for one of them.
-        self._sent: dict[int, dict[Remat, list[tuple[float, float]]]] = {}
-        self._seconds: dict[tuple[int, float], float] = {}  # of an all-reduce
+        self._sent: dict[int, dict[Remat, set[tuple[float, float]]]] = {}
+        self._least: dict[tuple[int, float], float] = {}  # what `of_row` says by what is known
 
     def add(self, size: int, remat: Remat, rows: float, sent: float) -> None:
         """Note the seconds of the collectives over so many devices for one row of a microbatch."""
-        self._sent.setdefault(size, {}).setdefault(remat, []).append((rows, sent))
+        known = self._sent.setdefault(size, {}).setdefault(remat, set())
+        if (rows, sent) not in known:
+            known.add((rows, sent))
+            self._least.clear()
 
     def of_row(self, size: int, rows: float) -> float:
         """Return the least seconds of the collectives over so many devices for one of the rows of
         a microbatch."""
+        if (size, rows) in self._least:  # a hundred thousand candidates have few of them
+            return self._least[size, rows]
         least = 0.0
         for smaller, policies in self._sent.items():
             if smaller <= size:
@@ -49,6 +54,7 @@ class TensorBound:
                     for some in policies.values()
                 )
                 least = max(least, min(of_policies))
+        self._least[size, rows] = least
         return least
 
     def _for_rows(self, size: int, rows: float, known: float, sent: float) -> float:
@@ -60,11 +66,8 @@ class TensorBound:
 
     def _all_reduce(self, size: int, sent: float) -> float:
         """Return the seconds of one all-reduce over devices beside each other."""
-        if (size, sent) not in self._seconds:
-            self._seconds[size, sent] = self._machine.collective_seconds(
-                "all-reduce", sent, size, 1, mesh_devices=self._machine.devices
-            )
-        return self._seconds[size, sent]
+        machine = self._machine
+        return machine.collective_seconds("all-reduce", sent, size, 1, mesh_devices=machine.devices)
 
 
 _MESSAGE = 2**22
