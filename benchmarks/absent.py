@@ -212,6 +212,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "data": {"remat": "full", "microbatches": 2},
     "data, one microbatch": {"remat": "full"},
     "zero1": {"zero": 1, "remat": "full", "microbatches": 2},
+    "zero2": {"zero": 2, "remat": "full", "microbatches": 2},
     "zero3": {"zero": 3, "remat": "full", "microbatches": 2},
     "zero3, no remat": {"zero": 3, "microbatches": 2},
     "tensor": {"tensor": 4, "remat": "full"},
@@ -220,7 +221,7 @@ PLANS: dict[str, dict[str, Any]] = {
 # By hand the compiler moves the cast to bfloat16 before the reduction, where it may.
 PLANS |= {
     f"{name}, sums in bfloat16": {**PLANS[name], "reduce_dtype": "bfloat16"}
-    for name in ("data", "data, one microbatch", "zero1", "zero3")
+    for name in ("data", "data, one microbatch", "zero1", "zero2", "zero3")
 }
 
 

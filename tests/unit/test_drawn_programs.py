@@ -280,9 +280,20 @@ def assert_same(names, shardings):
     fun = program(*names)
     run, records = on_shards(fun, shardings)
     got, expected = jax.jit(run)(parameters(), ROWS), jax.jit(fun)(parameters(), ROWS)
-    assert models.max_rel_error(got, expected) < 1e-10
+    error = models.max_rel_error(got, expected)
+    assert error < 1e-10 or error < 10 * by_rounding(fun, expected)
     assert not [one.without_rule for one in records if one.without_rule]
     assert facts_of(emitted(run)) == facts_of(records)
+
+
+def by_rounding(fun, expected):
+    """How far the parameters' last bits move results: some drawn programs are ill-conditioned."""
+    signs = np.random.default_rng(0)
+    moved = [
+        jax.tree.map(lambda leaf: leaf * (1 + 1e-15 * signs.choice([-1, 1], leaf.shape)), each)
+        for each in [parameters()] * 5
+    ]
+    return max(models.max_rel_error(jax.jit(fun)(params, ROWS), expected) for params in moved)
 
 
 def emitted(run):
