@@ -232,6 +232,12 @@ data=1 means 'not used'.
         return (each,) * self.data if isinstance(each, int) else tuple(each)
 
     @property
+    def permutes(self) -> bool:
+        """Whether all devices compute the same at a time, and take part in a collective permute:
+        without stages, and with as many microbatches on each device of `data`."""
+        return self.pipeline == 1 and len({*self.replica_microbatches}) == 1
+
+    @property
     def most_microbatches(self) -> int:
         """The number of microbatches of the device of `data` that has the most."""
         return most_of(self.microbatches)

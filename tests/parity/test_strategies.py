@@ -6,6 +6,7 @@ import random
 
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -22,7 +23,28 @@ from plurax.partition.pins import equations, traced_as
 from plurax.strategies import Strategies, Strategy
 
 SIZE = 6
+
+
+def spelled_out(dtype):
+    """A network of operations that stand for a few others, in which equations have strategies."""
+
+    def init(key):
+        into, out = jax.random.normal(key, (2, 5, 16), dtype) / 3
+        return {"hidden": into, "out": out.T}
+
+    def loss(params, batch, keys):
+        h = jnp.tanh(batch["x"] @ params["hidden"])
+        a, b = jnp.unstack(jnp.stack([h, h**2], axis=1), axis=1)
+        spread = jax.vmap(lambda v: v - jax.lax.psum(v, "rest") / 16, 1, 1, axis_name="rest")
+        wide = jnp.tile(spread(a) + b, (1, 2))
+        y = wide[:, :16] * wide[:, 16:] @ params["out"]
+        return jnp.sum((y - batch["x"]) ** 2, axis=1)
+
+    return px.Task(init=init, loss=loss)
+
+
 TASKS = {
+    "spelled out": (spelled_out, models.data, {"hidden": (None, "tensor")}),
     "perceptron": (models.mlp_task, models.data, {"hidden": (None, "tensor")}),
     "transformer": (models.transformer_task, models.text, models.megatron()),
     "stacked": (models.transformer_stack, models.text, {"blocks/hidden": (..., None, "tensor")}),
@@ -96,7 +118,7 @@ def drawn_strategies(name, tensor, seed, data=1):
     return Strategies(traced_as(jaxpr), tuple(found))
 
 
-CASES = [("perceptron", 2, 1, 0), ("stacked", 2, 3, 3),
+CASES = [("perceptron", 2, 1, 0), ("spelled out", 2, 1, 0), ("stacked", 2, 3, 3),
          pytest.param("transformer", 2, 1, 0, marks=pytest.mark.slow),
          pytest.param("convolutional", 2, 1, 0, marks=pytest.mark.slow),
          pytest.param("stacked", 2, 1, 0, marks=pytest.mark.slow),

@@ -220,8 +220,9 @@ def is_call_or_remat(eqn: Any) -> bool:
 
 
 def _is_over_dims(eqn: Any) -> bool:
-    axes = eqn.params["axes"] if eqn.primitive.name in _OVER_DIMS else ()
-    return bool(axes) and all(isinstance(axis, int) for axis in axes)
+    # Over none it is its operand: so is the derivative of one over dims.
+    axes = eqn.params["axes"] if eqn.primitive.name in _OVER_DIMS else (None,)
+    return all(isinstance(axis, int) for axis in axes)
 
 
 def is_linear(eqn: Any) -> bool:

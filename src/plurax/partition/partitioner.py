@@ -532,8 +532,9 @@ class Partitioner(Resharder):
         if not self.axes.permutes and holds(body, "ppermute"):
             raise errors.PlanError(
                 "the model calls jax.lax.ppermute in its own jax.shard_map. All devices take part "
-                "in a permute, but under pipeline > 1 only the devices of one stage run it, and "
-                "would wait forever. Use jax.lax.all_gather, psum or all_to_all, or pipeline=1."
+                "in a permute, but in stages, and where devices have other numbers of "
+                "microbatches, only some run it, and would wait forever. Use jax.lax.all_gather, "
+                "psum or all_to_all, or pipeline=1 and one number of microbatches."
             )
         specs = []
         for var, spec in zip(eqn.outvars, params["out_specs"], strict=True):

@@ -27,7 +27,7 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.jaxpr.annotate import annotate_p
-from plurax.jaxpr.compat import INLINED, REMAT, Scan, call_operands, called_jaxpr, open_jaxpr
+from plurax.jaxpr.compat import INLINED, REMAT, Scan, call_operands, called_jaxpr, is_call_or_remat
 from plurax.sharding.annotations import Pinned
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import Entries, Strategies, Strategy, axes_of
@@ -131,7 +131,7 @@ def check(jaxpr: Any, strategies: Strategies) -> None:
 
 def _body(eqn: Any) -> Any:
     """Return the jaxpr of a call or a scan, or None."""
-    if eqn.primitive.name in INLINED or eqn.primitive.name in REMAT:
+    if is_call_or_remat(eqn):
         return called_jaxpr(eqn)[0]
     return Scan.of(eqn).body if eqn.primitive.name == "scan" else None
 
@@ -214,15 +214,16 @@ def _loop(before: list[Any], eqn: Any, strategies: Mapping[str, Strategy], path:
 def _with_body(eqn: Any, body: Any) -> Any:
     """Return a call or a scan that evaluates another jaxpr."""
     name = eqn.primitive.name
-    if name in ("custom_linear_solve", "call_hi_primitive"):
-        # Their other functions are for a derivative, which has been taken.
+    key = {**INLINED, **REMAT, "scan": "jaxpr"}.get(name, "")
+    if name in ("custom_linear_solve", "call_hi_primitive") or key not in eqn.params:
+        # Their other functions are for a derivative, which has been taken. What stands for a few
+        # others (`stack`, `tile`) has no jaxpr among its parameters.
         call = {"call_jaxpr": ClosedJaxpr(body, called_jaxpr(eqn)[1])}
         operands = call_operands(eqn, eqn.invars)
         return eqn.replace(primitive=closed_call_p, invars=operands, params=call)
-    key = {**INLINED, **REMAT, "scan": "jaxpr"}[name]
     old = eqn.params[key]
     # An open jaxpr stays open: `checkpoint` takes one.
-    new = body if open_jaxpr(old)[0] is old else old.replace(jaxpr=body)
+    new = old.replace(jaxpr=body) if isinstance(old, ClosedJaxpr) else body
     return eqn.replace(params={**eqn.params, key: new})
 
 

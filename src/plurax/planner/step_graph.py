@@ -59,7 +59,7 @@ def graph_of_step(
     if not any(holds(closed.jaxpr, name) for name in ("shard_map", "sharding_constraint")):
         known.traces[key] = closed, args
     split = ["tensor"] if plan.tensor > 1 else []
-    axes = Axes(dict.fromkeys(split, plan.tensor), permutes=plan.pipeline == 1)
+    axes = Axes(dict.fromkeys(split, plan.tensor), permutes=plan.permutes)
     named = Rules(plan.rules, {"tensor": plan.tensor}).find
     new = StrategyFinder(axes, split, replicated=by_rules)
     finder = known.finders.setdefault((axes, by_rules), new)

@@ -39,7 +39,7 @@ class Axes:
       `tensor` are axes called `tensor:0`, `tensor:1`, ...; the mesh does not change, and a
       collective over a part runs in groups.
     - `permutes`: whether resharding may use a collective permute, which needs all devices. False
-      where only some devices run at a time, such as in the stages of a pipeline.
+      where only some run at a time (`Plan.permutes`).
     - `platform` of the devices, `cpu`, `gpu` or `tpu`; None if they are not known yet.
 
     **Attributes:** `mesh`, the sizes of the mesh axes; `sizes`, those of the axes in use, parts

@@ -158,7 +158,7 @@ class ShardedBackend(Backend):
                 f"followed through. Or data={plan.context} splits the batch."
             )
         parts = parts_of_axes(tags, sizes)
-        runs: dict[str, Any] = {"permutes": plan.pipeline == 1, "platform": platform_of(mesh)}
+        runs: dict[str, Any] = {"permutes": plan.permutes, "platform": platform_of(mesh)}
         self.axes = Axes(sizes, parts, **runs)
         # Only the devices of one stage run its equations: no collective there spans `pipeline`.
         inner = {axis: size for axis, size in sizes.items() if axis != "pipeline"}

@@ -361,15 +361,19 @@ def _rows_added(
     # Rows of the batch are added on each device; over `data` the result is reduced later.
     if any(one.data_varying for one in inputs):
         table_dims = tuple(tuple(a for a in entry if a not in REPLICAS) for entry in table_dims)
-    used = {axis for entry in table_dims for axis in entry}
     index_dim_of = {row_dim: dim for dim, row_dim in roles.rows_of.items()}
     # Deferred rows can be created in any sharding.
     anywhere = rows.deferred is not None and rows.deferred.free is None
     whole = TensorSharding.replicated(len(rows.shape))
     have = whole if anywhere else context.reduced(rows)
     first = have if anywhere else context.first(rows).sharding
-    terms = terms if terms == first.partial and not terms & used else frozenset()
+    split = {axis for entry in table_dims for axis in entry}
+    stays = terms == first.partial and (table.is_zero or not terms & split)
+    terms = terms if stays else frozenset()
     have = first if terms else have
+    # Zeros are smaller than the rows: reduced to their shards afterwards, the sum sends less.
+    table_dims = tuple(tuple(a for a in entry if a not in terms) for entry in table_dims)
+    used = split - terms
     # The padding of an indivisible dim must not be added, so such dims of the rows are replicated.
     padded = have.indivisible_dims(rows.shape, context.axes.sizes)
     row_entries: list[Entry] = [
@@ -386,10 +390,12 @@ def _rows_added(
     # Devices with different rows each add theirs to a copy of the table: a partial sum.
     row_sharding = TensorSharding(tuple(row_entries), terms)
     terms |= {a for dim in index_dim_of for a in row_entries[dim] if a not in used}
+    # A sum that is not reduced yet is scattered to the shards of the table, where that sends less.
+    direct = anywhere or context.cost(rows, row_sharding) < context.cost(rows, have)
     operands = (
         through(table, *path, TensorSharding(table_dims)),
         Operand(indices, (TensorSharding(tuple(index_entries)),)),
-        Operand(rows, (row_sharding,)) if anywhere else through(rows, have, row_sharding),
+        Operand(rows, (row_sharding,)) if direct else through(rows, have, row_sharding),
     )
     spec = result(context, eqn, inputs, TensorSharding(table_dims, terms))
     # The table itself counts once in that sum.
