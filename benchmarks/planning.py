@@ -144,15 +144,17 @@ def _predicted(run: Run, case: sizes.PlansCase) -> Row:
     predicted, measured = facts["predicted"], facts["measured"]
     seconds = {plan: statistics.median(one["turns"]) for plan, one in measured.items()}
     every, turns = ranking(predicted, measured)
+    single, _ = ranking(predicted, measured, "alone")
     best = min(predicted, key=lambda plan: predicted[plan]["seconds"])
     errors = sorted(predicted[p]["bytes"] / measured[p]["bytes"] - 1 for p in measured)
     ratios = sorted(predicted[p]["seconds"] / seconds[p] for p in seconds)
     low, _, high = statistics.quantiles(turns, n=4) if len(turns) > 1 else turns * 3
-    facts = facts | {"ranking": every, "ranking_in_a_turn": turns, "chosen": best}
+    facts |= {"ranking": every, "ranking_in_a_turn": turns, "alone": single, "chosen": best}
     return Check(
         group="planning",
         name=name,
-        found=f"rank correlation {every:.2f}, of single turns {low:.2f} to {high:.2f}; the plan "
+        found=f"rank correlation {every:.2f}, of single turns {low:.2f} to {high:.2f}, of steps "
+        f"called one by one {single:.2f}; the plan "
         f"expected to be fastest takes {seconds[best] / min(seconds.values()):.2f} × the fastest; "
         f"estimates are {ratios[0]:.2f} to {ratios[-1]:.2f} × what is measured, bytes "
         f"{errors[0]:+.0%} to {errors[-1]:+.0%}",
@@ -162,15 +164,17 @@ def _predicted(run: Run, case: sizes.PlansCase) -> Row:
     )
 
 
-def ranking(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[float, list[float]]:
+def ranking(
+    predicted: Mapping[str, Any], measured: Mapping[str, Any], kind: str = "turns"
+) -> tuple[float, list[float]]:
     """Spearman's rank correlation of predicted seconds and medians of the measured ones, and those
-    of the single turns."""
+    of the single turns. `kind`: of steps in a loop, `turns`, or `alone`."""
     names = list(predicted)
     expected = [predicted[name]["seconds"] for name in names]
 
     def correlation(seconds: Sequence[float]) -> float:
         return float(spearmanr(expected, seconds).statistic)
 
-    turns = [measured[name]["turns"] for name in names]
+    turns = [measured[name][kind] for name in names]
     middle = correlation([statistics.median(own) for own in turns])
     return middle, [correlation(turn) for turn in zip(*turns, strict=True)]

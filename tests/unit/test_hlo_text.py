@@ -501,6 +501,42 @@ def test_an_attention_by_a_library(kind, count, mask, rows):
     assert products_of(instruction, given, []) == [((rows, 512, 64, 32), "bfloat16")] * count
 
 
+def test_a_fusion_that_reads_slices_moves_the_slices_and_its_result():
+    """Of the last layer's rows, cut out where a loop's last turn stands alone, and of a stack that
+    a loop reads; what is read whole as well counts whole."""
+    text = """HloModule m
+
+%add (kept: f32[8,256], rows: f32[4,256], both: f32[2,256], i: s32[]) -> f32[256] {
+  %kept = f32[8,256]{1,0} parameter(0)
+  %rows = f32[4,256]{1,0} parameter(1)
+  %both = f32[2,256]{1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %zero = s32[] constant(0)
+  %last = f32[1,256]{1,0} slice(%kept), slice={[7:8], [0:256]}
+  %row = f32[1,256]{1,0} dynamic-slice(%rows, %i, %zero), dynamic_slice_sizes={1,256}
+  %first = f32[1,256]{1,0} slice(%both), slice={[0:1], [0:256]}
+  %least = f32[256]{0} reduce(%both, %zero), dimensions={0}, to_apply=%min
+  %sum = f32[1,256]{1,0} add(%last, %row)
+  %more = f32[1,256]{1,0} add(%sum, %first)
+  %flat = f32[256]{0} bitcast(%more)
+  ROOT %all = f32[256]{0} add(%flat, %least)
+}
+
+ENTRY %main (a: f32[8,256], b: f32[4,256], c: f32[2,256], d: s32[]) -> f32[256] {
+  %a = f32[8,256]{1,0} parameter(0)
+  %b = f32[4,256]{1,0} parameter(1)
+  %c = f32[2,256]{1,0} parameter(2)
+  %d = s32[] parameter(3)
+  ROOT %fused = f32[256]{0} fusion(%a, %b, %c, %d), kind=kLoop, calls=%add
+}
+"""
+    module = parse(text)
+    *given, fusion = module.computations[module.entry]
+    row = 256 * 4
+    moved = bytes_moved(fusion, given, module.computations["add"])
+    assert moved == row + row + 2 * row + 4 + row
+
+
 def test_a_fusion_that_writes_a_slice_moves_the_slice(mesh):
     """What it writes there is computed from its other operands, and read once."""
     text = """HloModule m

@@ -9,7 +9,8 @@ bytes of each          of its operands and its result
 """
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from plurax.hlo.text import Instruction, dims_of, dtype_of
 
@@ -23,22 +24,45 @@ def bytes_moved(
 ) -> float:
     """Return the bytes that an instruction reads and writes.
 
-    A fusion that reads or writes a slice of an array in place moves the slice.
+    A fusion that reads or writes slices of an array in place moves these.
     """
-    whole = instruction.bytes + sum(operand.bytes for operand in operands)
     by_name = {other.name: other for other in inside}
-    read = sum(other.bytes for other in inside if other.opcode == "dynamic-slice")
-    written = sum(
-        by_name[other.operands[1]].bytes
-        for other in inside
-        if other.opcode == "dynamic-update-slice" and other.operands[1] in by_name
-    )
-    if not read and not written:
-        return whole
-    largest = max((operand.bytes for operand in operands), default=0)
-    rest = sum(operand.bytes for operand in operands if operand.bytes < largest)
-    # What is written into the slice was computed from the other operands.
-    return min(whole, read + written + rest)
+    readers = defaultdict[str, list[Instruction]](list)
+    for other in inside:
+        for name in other.operands:
+            readers[name].append(other)
+    params = {int(p.arguments): p.name for p in inside if p.opcode == "parameter"}
+    read = [
+        _read(params[place], operand.bytes, readers) if place in params else operand.bytes
+        for place, operand in enumerate(operands)
+    ]
+    root = next((other for other in inside if other.root), None)
+    written = instruction.bytes if root is None else _written(root, by_name)
+    return sum(read) + written
+
+
+def _read(name: str, size: int, readers: Mapping[str, Sequence[Instruction]]) -> int:
+    """Return the bytes that are read of a value of so many: of slices alone, theirs."""
+    read = 0
+    for reader in readers[name]:
+        sliced = reader.opcode in ("slice", "dynamic-slice") and reader.operands[0] == name
+        if reader.opcode == "bitcast":
+            read += _read(reader.name, size, readers)
+        elif reader.opcode != "dynamic-update-slice" or reader.operands[0] != name:  # in place
+            read += reader.bytes if sliced else size
+    return min(size, read)
+
+
+def _written(value: Instruction, by_name: Mapping[str, Instruction]) -> int:
+    """Return the bytes that are written of a fusion's result: of what is updated in place, the
+    slice."""
+    if value.opcode == "tuple":
+        return sum(_written(by_name[name], by_name) for name in value.operands)
+    source = value
+    while source.opcode == "bitcast" and source.operands[0] in by_name:
+        source = by_name[source.operands[0]]
+    updates = source.opcode == "dynamic-update-slice" and source.operands[1] in by_name
+    return by_name[source.operands[1]].bytes if updates else value.bytes
 
 
 def products_of(
