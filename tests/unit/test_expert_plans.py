@@ -132,7 +132,7 @@ def fastest_by_hand(task, batch, rules, machine):
 
 
 GRID = [*itertools.product(NETWORKS, MACHINES)]
-DEFAULT = {("small perceptron", "a node")}
+DEFAULT = {("small perceptron", "a node"), ("large perceptron", "a node")}
 DOUBLE = ("experts", "fourier")  # in float64, as the zoo has them
 STORED = Path(__file__).with_name("expert_plans.json")
 

@@ -75,7 +75,8 @@ class TimeCosts:
     **Fields:** `machine`; `plan`, of which `data`, `zero`, `microbatches` and `pipeline` count;
     `state_ratios`, for each parameter the bytes of its optimizer state by its own bytes; `exposed`,
     the share of a collective's seconds in which a device computes nothing; `near`, whether what
-    stays in a fast memory is no traffic; `homes`, of parameters that not all stages have
+    stays in a fast memory is no traffic; `apart`, whether what is computed of a reduced sum, which
+    no product's kernel computes, is a kernel; `homes`, of parameters that not all stages have
     (`plurax.planner.candidates.homes_of`).
 
     A graph is of all tokens. Where `context` splits these, seconds are of as many devices together:
@@ -87,6 +88,7 @@ class TimeCosts:
     state_ratios: Mapping[str, float] = dataclasses.field(default_factory=dict)
     exposed: float = 1.0
     near: bool = False
+    apart: bool = False
     homes: Mapping[str, Home] = dataclasses.field(default_factory=dict)
 
     @property
@@ -118,10 +120,14 @@ class TimeCosts:
         steps = reshard_steps(axes, tensor, source, target)
         if steps is None:
             return math.inf
+        kernels = [step for step in steps if "reduce" in step.kind] if self.apart else []
         return sum(
             self._collective(axes, step.kind, step.bytes_sent, step.axes)
             for step in steps
             if step.kind != "slice"
+        ) + sum(
+            self.machine.start_seconds + self.machine.traffic_seconds(2 * step.bytes)
+            for step in kernels
         )
 
     def _collective(self, axes: Axes, kind: str, sent: float, over: Sequence[str]) -> float:

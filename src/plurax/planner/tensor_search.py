@@ -363,7 +363,9 @@ class TensorSearch:
         is sent is in a TPU's large memory, and more of a reduce-scatter and an all-gather than of
         one reduction. What is hidden behind computation only the estimate of a program knows, and
         what is fused: so of stages the first one has small parameters whole, since a residual
-        stream that a few positions split by tokens is that for all that follows.
+        stream that a few positions split by tokens is that for all that follows; and the last one
+        has parameters as if all sending were hidden, with few sums to be reduced, since what a
+        product's kernel would compute of its result is a kernel of its own behind a reduction.
         """
         by_rules, machine = _by_rules(self._task, plan), self._machine
         meanwhile = machine is not None and sends_meanwhile(machine)
@@ -381,12 +383,19 @@ class TensorSearch:
         if ticks is not None:
             costs = solved.costs if not hides else costs
         ways = [(True, None), (False, None)] if plan.pipeline > 1 else [(False, None)]
-        for plain, of_stages in [(False, ticks)] * (ticks is not None) + ways:
+        of_costs = [(costs, *way) for way in [(False, ticks)] * (ticks is not None) + ways]
+        if not by_rules:
+            of_costs.append((dataclasses.replace(costs, exposed=0.0, apart=True), False, None))
+        for costs, plain, of_stages in of_costs:
             within = self._within(solved.graph, plan, solved.pins, plain=plain)
             solution = exact.solve(solved.graph, costs, solved.pins, within=within, ticks=of_stages)
             same = Problem(solved.graph, costs).cost(solved.solution.choice)
             if not by_rules and same <= solution.cost * _SAME:
-                break
+                continue
+            if costs.apart:  # equations have what takes least time with these parameters
+                own: Pins = {path: (one,) for path, one in solution.parameters.items()}
+                pins, costs = {**solved.pins, **own}, solved.costs
+                solution = exact.solve(solved.graph, costs, pins, within=within)
             other = dataclasses.replace(
                 solved,
                 shardings=dict(solution.parameters),
