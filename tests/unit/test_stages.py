@@ -279,7 +279,8 @@ def test_a_model_that_permutes_itself():
         head=layer(lambda w, x, batch, keys: (x @ w).sum(1)),
         depth=2,
     )
-    refused(task, px.Plan(pipeline=2, tensor=2), "only the devices of one stage run it")
+    refused(task, px.Plan(pipeline=2, tensor=2), "in stages, and where devices have other numbers")
+    refused(task, px.Plan(data=2, tensor=2, microbatches=(3, 1)), "only some run it, and would wait")
 
 
 def layer(apply):
