@@ -280,7 +280,9 @@ def test_a_model_that_permutes_itself():
         depth=2,
     )
     refused(task, px.Plan(pipeline=2, tensor=2), "in stages, and where devices have other numbers")
-    refused(task, px.Plan(data=2, tensor=2, microbatches=(3, 1)), "only some run it, and would wait")
+    refused(
+        task, px.Plan(data=2, tensor=2, microbatches=(3, 1)), "only some run it, and would wait"
+    )
 
 
 def layer(apply):
