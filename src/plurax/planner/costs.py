@@ -120,15 +120,14 @@ class TimeCosts:
         steps = reshard_steps(axes, tensor, source, target)
         if steps is None:
             return math.inf
-        kernels = [step for step in steps if "reduce" in step.kind] if self.apart else []
-        return sum(
-            self._collective(axes, step.kind, step.bytes_sent, step.axes)
-            for step in steps
-            if step.kind != "slice"
-        ) + sum(
-            self.machine.start_seconds + self.machine.traffic_seconds(2 * step.bytes)
-            for step in kernels
-        )
+        seconds = 0.0
+        for step in steps:
+            if step.kind != "slice":
+                seconds += self._collective(axes, step.kind, step.bytes_sent, step.axes)
+            if self.apart and "reduce" in step.kind:
+                seconds += self.machine.start_seconds
+                seconds += self.machine.traffic_seconds(2 * step.bytes)
+        return seconds
 
     def _collective(self, axes: Axes, kind: str, sent: float, over: Sequence[str]) -> float:
         parts, devices = self.plan.context, self._devices(axes)
