@@ -24,8 +24,8 @@ from plurax.execute.backends.choose import make_backend
 from plurax.execute.compiler_options import Options
 from plurax.execute.epoch_loop import make_loop
 from plurax.execute.gradient import Totals
-from plurax.execute.host_calls import on_devices_with_host_calls
 from plurax.execute.initial_state import new_state
+from plurax.execute.manual_axes import on_most_axes
 from plurax.execute.rows import Chunk
 from plurax.execute.step import Gradients, Metrics, Step, gradient_specs
 from plurax.execute.step_functions import StepFunctions
@@ -146,6 +146,6 @@ class Network(StepFunctions):
             "r": P("data"), ".": P(),
         }  # fmt: skip
         if any(self.mesh.shape[axis] > 1 for axis in axes) or axes == set(self.mesh.axis_names):
-            fun = on_devices_with_host_calls(fun, self.mesh, set(axes), kinds, takes, gives)
+            fun = on_most_axes(fun, self.mesh, set(axes), kinds, takes, gives)
         # On a mesh of one device XLA finds no mesh, but a model may name its axes.
         return within(self.mesh, fun) if self.mesh.size == 1 else fun

@@ -39,9 +39,9 @@ from plurax.execute.backends.choose import make_backend, planned_task
 from plurax.execute.compact_layout import with_compact_gradients
 from plurax.execute.compiler_options import Options
 from plurax.execute.gradient import Totals
-from plurax.execute.host_calls import on_devices_with_host_calls
 from plurax.execute.initial_state import new_state
 from plurax.execute.layouts.members_layout import MembersLayout
+from plurax.execute.manual_axes import on_most_axes
 from plurax.execute.over_members import over_members, traced_once
 from plurax.execute.reads import EpochSpec, Reads
 from plurax.execute.rows import Chunk
@@ -428,6 +428,6 @@ class Population(StepFunctions):
             "s": specs, "p": (specs.params, specs.model_state), "m": P("member"),
             "d": P("data"), "o": P("data", "member"), ".": P(),
         }  # fmt: skip
-        # Not over axes that the members' plan does not split: see `host_calls.py`.
+        # Not over axes that the members' plan does not split: see `manual_axes.py`.
         axes = {"member", *self.backend.manual_axes}
-        return on_devices_with_host_calls(fun, self.mesh, axes, kinds, takes, gives)
+        return on_most_axes(fun, self.mesh, axes, kinds, takes, gives)

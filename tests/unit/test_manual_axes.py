@@ -1,4 +1,4 @@
-"""Losses and predictions that call Python on the host, on several devices."""
+"""Over which axes of the mesh a step is manual: losses that call the host, or say shardings."""
 
 import functools
 
@@ -135,6 +135,18 @@ def test_a_plan_that_splits_the_batch_alone_may_still_constrain_shardings():
     compiled(px.Task(init=init, loss=constrained), data=2)
 
 
+@pytest.mark.parametrize("fields", [{}, {"member": 2}, {"zero": 1}], ids=str)
+def test_an_operation_is_lowered_without_a_constraint_on_its_sharding(fields):
+    """Beside axes that are not manual each would have one, and the compiler twice the program."""
+    task = px.Task(init=init, loss=lambda p, batch, keys: ((batch["x"] @ p["w"]) ** 2).sum(1))
+    members = px.Members(seeds=range(2)) if "member" in fields else None
+    plan = px.Plan(data=2, **fields)
+    program = px.compile(task, optax.sgd(0.1), plan, BATCH, members=members)
+    lowered = program.trace_evaluate().lower().as_text()
+    assert "sdy.manual_computation" in lowered
+    assert "sdy.sharding_constraint" not in lowered
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_prints_in_order_are_refused_on_several_devices_by_their_line(zero):
     def ordered(params, batch, keys):
@@ -146,7 +158,7 @@ def test_prints_in_order_are_refused_on_several_devices_by_their_line(zero):
     task = px.Task(init=init, loss=ordered)
     compiled(task)
     with pytest.raises(
-        px.errors.PlanError, match=rf"test_host_calls\.py:{line}.* Leave out ordered=True"
+        px.errors.PlanError, match=rf"test_manual_axes\.py:{line}.* Leave out ordered=True"
     ):
         compiled(task, data=2, zero=zero)
 
