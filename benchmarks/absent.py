@@ -38,8 +38,9 @@ OPTIMIZER = optax.adamw(1e-4)
 class Transformer:
     """A decoder in bfloat16 whose layers are scanned; parameters are float32.
 
-    `constrain(x, kind)` is applied to the `residual` behind attention and behind each layer, and to
-    the `logits`: by hand that is a constraint on the sharding, for plurax a name.
+    `constrain(x, kind)` is applied to the `residual` behind attention and behind each layer, to the
+    `heads` of queries, keys and values, to what is `hidden` in a perceptron, and to the `logits`:
+    by hand that is a constraint on the sharding, for plurax a name.
     """
 
     width: int = 1024
@@ -77,7 +78,8 @@ class Transformer:
     def layer(self, p: Any, x: jax.Array) -> jax.Array:
         """Return activations `(B, T, D)` after one layer."""
         h = normed(x, p["norms"][0])
-        q, k, v = (jnp.einsum("btd,dhk->bthk", h, p["qkv"][:, i].astype(x.dtype)) for i in range(3))
+        qkv = (jnp.einsum("btd,dhk->bthk", h, p["qkv"][:, i].astype(x.dtype)) for i in range(3))
+        q, k, v = (self.constrain(one, "heads") for one in qkv)
         scores = jnp.einsum("bthk,bshk->bhts", q, k).astype(jnp.float32)
         scores *= (self.width // self.heads) ** -0.5
         causal = jnp.tril(jnp.ones((self.tokens, self.tokens), bool))
@@ -86,7 +88,8 @@ class Transformer:
         x = x + jnp.einsum("bthk,hkd->btd", mixed, p["out"].astype(x.dtype))
         x = self.constrain(x, "residual")
         h = normed(x, p["norms"][1])
-        x = x + jax.nn.gelu(h @ p["up"].astype(x.dtype)) @ p["down"].astype(x.dtype)
+        hidden = self.constrain(h @ p["up"].astype(x.dtype), "hidden")
+        x = x + jax.nn.gelu(hidden) @ p["down"].astype(x.dtype)
         return self.constrain(x, "residual")
 
     def loss(self, p: Any, batch: Any, keys: Any = None, *, remat: bool = False) -> jax.Array:
@@ -123,22 +126,37 @@ MEGATRON = {
 """By the last part of a parameter's path, the axes of its dims; the first of a stack: layers."""
 
 
+def constraints(name: str) -> dict[str, P]:
+    """Return how activations are split, by kind, as users of plain JAX write it for a plan.
+
+    Without any the compiler splits them as the parameters are, and sends far more. Of tokens that
+    are split between layers it gathers what is smaller, here weights; that heads and what is hidden
+    are split keeps it to Megatron's plan.
+    """
+    if name == "context":
+        return {"residual": P("data", "context"), "logits": P("data", "context")}
+    tokens = "tensor" if name.startswith("sequence") else None
+    split = {"residual": P("data", tokens), "logits": P("data", None, "tensor")}
+    if name == "sequence, hidden constrained":
+        split |= {"heads": P("data", None, "tensor"), "hidden": P("data", None, "tensor")}
+    return split
+
+
 def by_hand(
-    model: Transformer, devices: Sequence[Any], size: int, plan: px.Plan, *, sequence: bool
+    model: Transformer, devices: Sequence[Any], size: int, plan: px.Plan, name: str
 ) -> tuple[jax.stages.Compiled, Mesh]:
-    """Compile the step of a plan over `data` and `tensor` as users of plain JAX write it."""
-    types = (AxisType.Auto, AxisType.Auto)
-    grid = np.array(devices).reshape(plan.data, plan.tensor)
-    mesh = Mesh(grid, ("data", "tensor"), axis_types=types)
+    """Compile the step of a plan over two axes as users of plain JAX write it."""
+    second = "context" if plan.context > 1 else "tensor"
+    grid = np.array(devices).reshape(plan.data, -1)
+    mesh = Mesh(grid, ("data", second), axis_types=(AxisType.Auto, AxisType.Auto))
+    replicas = ("data", "context") if plan.context > 1 else ("data",)
     remat, pieces = plan.remat == "full", plan.microbatches
     rows = NamedSharding(mesh, P("data"))
-    # Without it the partitioner splits activations as the parameters are, and sends far more.
-    activations = {
-        "residual": P("data", "tensor" if sequence else None),
-        "logits": P("data", None, "tensor"),
-    }
+    activations = constraints(name)
 
     def constrain(x: jax.Array, kind: str) -> jax.Array:
+        if kind not in activations:
+            return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, activations[kind]))
 
     model = dataclasses.replace(model, constrain=constrain)
@@ -146,11 +164,14 @@ def by_hand(
     def sharded(path: Any, leaf: Any, *, split: bool) -> NamedSharding:
         """Split by `tensor`, and of the other dims the largest that divides; not the layers."""
         name = path[-1].key if path and hasattr(path[-1], "key") else ""
-        axes = list(MEGATRON.get(name, [None] * leaf.ndim))[: leaf.ndim]
-        dims = [d for d in range(leaf.ndim) if leaf.shape[d] % plan.data == 0 and axes[d] is None]
+        axes: list[Any] = [None] * leaf.ndim
+        if second == "tensor":
+            axes = list(MEGATRON.get(name, axes))[: leaf.ndim]
+        count = math.prod(mesh.shape[axis] for axis in replicas)
+        dims = [d for d in range(leaf.ndim) if leaf.shape[d] % count == 0 and axes[d] is None]
         dims = [d for d in dims if leaf.ndim < 3 or d > 0]
         if split and dims and math.prod(leaf.shape) >= 2**16:
-            axes[max(dims, key=lambda d: leaf.shape[d])] = "data"
+            axes[max(dims, key=lambda d: leaf.shape[d])] = replicas
         return NamedSharding(mesh, P(*axes))
 
     params = jax.eval_shape(model.init, jax.random.key(0))
@@ -217,6 +238,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero3, no remat": {"zero": 3, "microbatches": 2},
     "tensor": {"tensor": 4, "remat": "full"},
     "sequence": {"tensor": 4, "remat": "full"},
+    "sequence, hidden constrained": {"tensor": 4, "remat": "full"},
+    "context": {"context": 4, "stream": 1024, "zero": 3, "remat": "full"},
 }
 # By hand the compiler moves the cast to bfloat16 before the reduction, where it may.
 PLANS |= {
@@ -235,7 +258,7 @@ def make_plan(fields: Mapping[str, Any], devices: int, *, sequence: bool = False
             head=["head"],
             sequence=["residual"] if sequence else (),
         )
-    return px.Plan(data=devices // fields.get("tensor", 1), **fields)
+    return px.Plan(data=devices // fields.get("tensor", fields.get("context", 1)), **fields)
 
 
 def figures(compiled: jax.stages.Compiled, mesh: Mesh, target: Target) -> dict[str, Any]:
@@ -273,7 +296,7 @@ def measure(target: Target, name: str, model: Transformer, sides: Sequence[str])
             program = px.compile(task, OPTIMIZER, plan, model.batch(size), devices=devices)
             compiled, mesh = program.compiled_step, program.mesh
         else:
-            compiled, mesh = by_hand(model, devices, size, plan, sequence=sequence)
+            compiled, mesh = by_hand(model, devices, size, plan, name)
         found[side] = figures(compiled, mesh, target) | {"seconds": time.perf_counter() - started}
     return found
 

@@ -22,7 +22,7 @@ CHARTS = {
     "benchmarks.png": (
         "Steps, inference, compiling and planning",
         ("step", "accumulation", "domains", "inference", "max_batch_size", "compile", "planning",
-         "callbacks"),
+         "ranked", "callbacks"),
     ),
     "benchmarks-devices.png": (
         "Several devices, several processes",

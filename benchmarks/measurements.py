@@ -22,7 +22,7 @@ from benchmarks.harness import (
 from benchmarks.hosts import hosts
 from benchmarks.members import members
 from benchmarks.pipelines import pipelines
-from benchmarks.planning import planning
+from benchmarks.planning import planning, ranked
 from benchmarks.recovery import recovery
 from benchmarks.reliability import reliability
 from benchmarks.run import Run
@@ -216,6 +216,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "pipelines": pipelines,
     "compile": compiling,
     "planning": planning,
+    "ranked": ranked,
     "servers": servers,
     "uneven": uneven,
     "recovery": recovery,

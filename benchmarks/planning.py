@@ -27,23 +27,29 @@ CORRELATION = 0.9
 
 
 def planning(run: Run) -> Iterator[Row]:
-    """Searches for models of several sizes; steps predicted beside published and measured ones."""
+    """Searches for models of several sizes, and steps predicted beside published ones."""
     for case in run.sizes.searches:
         yield _search(run, case)
     for block in run.sizes.blocks:
         yield from _blocks(run, block)
     for published in run.sizes.published:
         yield _published(run, published)
+
+
+def ranked(run: Run) -> Iterator[Row]:
+    """Plans of a network by their estimates, beside what they take on this machine."""
     for plans in run.sizes.plans:
         yield _predicted(run, plans)
 
 
-def _facts(run: Run, name: str, program: str, settings: dict[str, Any]) -> dict[str, Any] | Skipped:
+def _facts(
+    run: Run, name: str, program: str, settings: dict[str, Any], group: str = "planning"
+) -> dict[str, Any] | Skipped:
     """What a worker has found out, or why it is skipped."""
     try:
         worker = run.jax(program, settings)
     except WorkerSkippedError as reason:
-        return Skipped("planning", name, str(reason))
+        return Skipped(group, name, str(reason))
     with worker:
         return worker.facts
 
@@ -138,7 +144,7 @@ def _predicted(run: Run, case: sizes.PlansCase) -> Row:
         "plans": list(case.plans), "repeats": case.repeats,
     }  # fmt: skip
     name = f"{len(case.plans)} plans of {case.name} on one device"
-    facts = _facts(run, name, "jax_plans", settings)
+    facts = _facts(run, name, "jax_plans", settings, "ranked")
     if isinstance(facts, Skipped):
         return facts
     predicted, measured = facts["predicted"], facts["measured"]
@@ -151,7 +157,7 @@ def _predicted(run: Run, case: sizes.PlansCase) -> Row:
     low, _, high = statistics.quantiles(turns, n=4) if len(turns) > 1 else turns * 3
     facts |= {"ranking": every, "ranking_in_a_turn": turns, "alone": single, "chosen": best}
     return Check(
-        group="planning",
+        group="ranked",
         name=name,
         found=f"rank correlation {every:.2f}, of single turns {low:.2f} to {high:.2f}, of steps "
         f"called one by one {single:.2f}; the plan "

@@ -34,6 +34,7 @@ TITLES = {
     "pipelines": "One network, in stages",
     "compile": "Compiling, and what a step costs the host",
     "planning": "Plans searched and estimated",
+    "ranked": "Plans in the order of their estimates",
     "servers": "Parameter servers",
     "uneven": "Four workers, one of them four times as slow",
     "recovery": "Parameter servers: seconds from a death until training goes on",

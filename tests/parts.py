@@ -15,7 +15,7 @@ TESTS = Path(__file__).parent
 PARTS = {
     "engine": """
         tests/absent tests/hlo tests/parity tests/zoo batch batch_minor batch_size compact_layout
-        compiler_options coupling cpu_forms drawn_programs export_predict fit hooks host_calls
+        compiler_options coupling cpu_forms drawn_programs export_predict fit hooks manual_axes
         hyperparams jaxpr large_numbers liveness loop_constants hlo_text machine masked_queries
         token_order split_sequences measured metrics plan planned population read_ahead
         recorded_collectives remat rows_per_call

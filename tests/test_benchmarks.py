@@ -152,6 +152,19 @@ def test_searches_and_estimates_stand_beside_what_is_published(tmp_path):
 
 
 @pytest.mark.slow
+def test_plans_are_ranked_by_their_estimates(tmp_path):
+    (row,) = quick("ranked", tmp_path)
+    measured = row["facts"]["measured"]
+    assert row["facts"]["predicted"].keys() == measured.keys() == {"one device", "microbatches=2"}
+    for plan in measured.values():
+        assert plan["bytes"] > 0
+        assert len(plan["turns"]) == len(plan["alone"]) == 1
+        assert plan["turns"][0] > 0
+    assert -1 <= row["facts"]["ranking"] <= 1
+    assert "page_bandwidth" in row["facts"]["machine"]
+
+
+@pytest.mark.slow
 def test_servers_are_measured_beside_the_store_that_carries_their_bytes(tmp_path):
     rows = {row["name"]: row for row in quick("servers", tmp_path)}
     assert "TensorFlow" in next(name for name, row in rows.items() if row["row"] == "skipped")

@@ -47,6 +47,10 @@ from plurax.reading import parse_toml, read_text, refusing
 from plurax.toml_writer import write_toml
 from plurax.validate import changed_repr
 
+ONE_THREAD = 2**23
+"""The operations of a product to which Eigen gives one thread: two cores compute up to twice as
+many in the same time (measured, JAX 0.10.2)."""
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Machine:
@@ -100,6 +104,12 @@ class Machine:
     fast_memory: float = 0.0
     """The bytes of a TPU's fast memory in which its compiler places arrays, what kernels need for
     themselves taken off; 0 where they are not known, and not counted on."""
+    page_bandwidth: float = 0.0
+    """The bytes per second that the system of a CPU hands out in pages where a program writes
+    memory for the first time (page faults); 0 where that is not known, and not counted."""
+    thread_share: float = 1.0
+    """The share of a product's rate that one thread of a CPU reaches: alone it computes a product
+    of up to `ONE_THREAD` operations, and each of a batch."""
 
     def __post_init__(self) -> None:
         where = f"Machine({self.name!r})"
@@ -138,11 +148,18 @@ class Machine:
             return 0.0
         best = self.product_efficiency or self.efficiency
         reached = best * smallest / (self.half_dim + smallest)
-        return self.correction * 2.0 * batch * m * n * k / (reached * self._peak(dtype))
+        counted = operations = 2.0 * m * n * k
+        if self.thread_share < 1:
+            counted = max(operations, min(operations, ONE_THREAD) / self.thread_share)
+        return self.correction * batch * counted / (reached * self._peak(dtype))
 
     def traffic_seconds(self, bytes: float) -> float:
         """Return the seconds in which a device reads or writes some bytes of its memory."""
         return self.correction * bytes / (self.efficiency * self.memory_bandwidth)
+
+    def page_seconds(self, bytes: float) -> float:
+        """Return the seconds in which the system hands out some bytes of memory; 0 if unknown."""
+        return self.correction * bytes / self.page_bandwidth if self.page_bandwidth else 0.0
 
     def collective_seconds(
         self,
@@ -260,6 +277,8 @@ class Machine:
             correction=max(kind.correction for kind in kinds),
             platform=kinds[0].platform,
             fast_memory=min(kind.fast_memory for kind in kinds),
+            page_bandwidth=min(kind.page_bandwidth for kind in kinds),
+            thread_share=min(kind.thread_share for kind in kinds),
         )
 
     def rates_of(self, devices: Iterable[int]) -> "Machine":
@@ -312,11 +331,13 @@ class Machine:
             f"{self.efficiency:.0%} of these rates" if self.efficiency < 1 else "",
             f"{self.product_efficiency:.0%} in products" if self.product_efficiency else "",
             f"half of it at a smallest dim of {self.half_dim:g}" if self.half_dim else "",
+            f"{self.thread_share:.0%} on one thread" if self.thread_share < 1 else "",
         ]
         rows = [
             *((f"products in {dtype}", _si(rate, "flop/s")) for dtype, rate in self.flops.items()),
             ("memory", f"{_si(self.memory, 'B')}, {_si(self.memory_bandwidth, 'B/s')}"),
             *self._link_rows(),
+            ("pages of new memory", _si(self.page_bandwidth, "B/s")),
             ("overhead of an operation", _si(self.overhead, "s")),
             ("reached at best", ", ".join(filter(None, shares))),
             ("seconds, by runs", f"× {self.correction:g}" if self.correction != 1 else ""),
@@ -498,11 +519,18 @@ def published() -> dict[str, dict[str, Any]]:
     return parse_toml(text)
 
 
+_LEFT_OUT = {
+    "fast_memory": 0, "page_bandwidth": 0, "thread_share": 1, "product_efficiency": None,
+    "torus": False,
+}  # fmt: skip
+"""Fields that a file leaves out where they have these values."""
+
+
 def _own_fields(value: "Machine | Level", left_out: Sequence[str] = ()) -> dict[str, Any]:
     values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if values.get("platform") == "cpu":  # files written before there was another are as they were
         del values["platform"]
-    for name, default in (("fast_memory", 0), ("product_efficiency", None), ("torus", False)):
+    for name, default in _LEFT_OUT.items():
         if values.get(name) == default and name in values:
             del values[name]
     return {name: own for name, own in values.items() if name not in left_out}

@@ -159,11 +159,11 @@ MACHINE_FIELDS: Mapping[str, Check] = {
     "flops": _flops,
     "memory": lambda where, field, value: int(_positive(where, field, value)),
     **dict.fromkeys(("memory_bandwidth", "correction"), _positive),
-    "efficiency": _efficiency,
+    **dict.fromkeys(("efficiency", "thread_share"), _efficiency),
     "product_efficiency": lambda where, field, value: (
         None if value is None else _efficiency(where, field, value)
     ),
-    **dict.fromkeys(("overhead", "half_dim", "fast_memory"), _at_least_zero),
+    **dict.fromkeys(("overhead", "half_dim", "fast_memory", "page_bandwidth"), _at_least_zero),
     "platform": _platform,
     "levels": _levels,
     "groups": check_groups,

@@ -56,6 +56,36 @@ def test_a_product_takes_no_less_than_its_bytes():
     assert found.gradient.traffic > 0
 
 
+@pytest.mark.parametrize(
+    ("rate", "width", "share"),
+    [
+        pytest.param(1e9, 1024, 1.0, id="a step in a call"),
+        pytest.param(1e13, 1024, None, id="many steps in a call"),
+        pytest.param(1e9, 64, 0.0, id="kept between calls"),
+    ],
+)
+def test_temporaries_that_are_handed_out_anew(rate, width, share):
+    """Those above 32 MiB, once in a call; `fit` makes calls of a quarter of a second."""
+    task = px.Task(
+        init=lambda key: {"w": jnp.zeros((width, width))},
+        loss=lambda p, batch, keys: jnp.tanh(jnp.tanh(batch @ p["w"]) @ p["w"]).sum(1),
+    )
+    batch, plan = jax.ShapeDtypeStruct((2**14, width), jnp.float32), px.Plan()
+    known = dataclasses.replace(MACHINE, flops={"float32": rate}, page_bandwidth=2e9)
+    unknown = dataclasses.replace(known, page_bandwidth=0.0)
+    first, second = (px.estimate(task, optax.sgd(0.1), plan, batch, m) for m in (known, unknown))
+    assert second.gradient.paging == 0
+    needed = first.memory["temporaries"] + first.memory["gradients"]
+    assert (needed > 2**25) == (share != 0)
+    if share is None:
+        share = second.seconds / 0.25
+        assert share < 1
+    assert first.gradient.paging == pytest.approx(share * needed / 2e9)
+    assert first.seconds == pytest.approx(second.seconds + first.gradient.paging)
+    assert first.between[0] <= first.seconds
+    assert ("pages of new memory" in str(first)) == bool(share)
+
+
 def test_an_update_reads_and_writes_parameters_and_state():
     parameters = 4 * (4 * 256**2 + 4 * 256)
     found = estimated(perceptron, TRAFFIC, optax.adam(1e-3))
@@ -277,10 +307,10 @@ def test_how_plans_differ():
 
 
 def test_seconds_add_up():
-    part = Seconds(1.0, 2.0, {"data": 3.0}, 4.0, 5.0)
-    assert part.total == 15
+    part = Seconds(1.0, 2.0, {"data": 3.0}, 4.0, 5.0, 6.0, 7.0)
+    assert part.total == 22  # what is hidden takes no time
     every = Seconds.sum([part, part.times(2)])
-    assert every == Seconds(3.0, 6.0, {"data": 9.0}, 12.0, 15.0)
+    assert every == Seconds(3.0, 6.0, {"data": 9.0}, 12.0, 15.0, 18.0, 21.0)
 
 
 def test_an_estimate_is_of_the_step_on_its_platform():

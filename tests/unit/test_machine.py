@@ -34,6 +34,8 @@ kinds = st.builds(
     half_dim=numbers,
     product_efficiency=st.none() | st.floats(1e-9, 1.0),
     fast_memory=numbers,
+    page_bandwidth=numbers,
+    thread_share=st.floats(1e-9, 1.0),
     correction=positive,
 )
 
@@ -111,6 +113,22 @@ def test_products_lose_by_their_smallest_dim():
         assert seconds == pytest.approx(3.6e9 / 0.6e12)
     assert machine.product_seconds(0, 5, 5, "float32") == 0
     assert PLAIN.product_seconds(10, 10, 10, "float32") == 2e3 / 1e12
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "counted"),
+    [
+        pytest.param(2**9, 1, 4 * 2**22, id="alone by one thread"),
+        pytest.param(2**9, 96, 96 * 4 * 2**22, id="each of a batch"),
+        pytest.param(2**11, 1, 4 * 2**23, id="more threads, which wait"),
+        pytest.param(2**13, 1, 2**26, id="all threads at work"),
+    ],
+)
+def test_a_thread_computes_a_small_product(rows, batch, counted):
+    """Of four threads one computes up to 2**23 operations, and four no product faster than that."""
+    cores = dataclasses.replace(PLAIN, thread_share=0.25)
+    assert cores.product_seconds(rows, 64, 64, "float32", batch=batch) == counted / 1e12
+    assert "25% on one thread" in str(cores)
 
 
 def test_products_may_reach_another_share_than_traffic():

@@ -1,5 +1,6 @@
 """This machine, measured: fits on timings that are given, a clock that is ours, real programs."""
 
+import dataclasses
 import types
 
 import jax
@@ -24,7 +25,7 @@ from plurax.machine_fields import Level
 
 WANTED = Machine(
     "8 × cpu", {"float32": 2e10, "bfloat16": 5e10}, 10**9, 3e9, (Level("node", 8, 5e8, 3e-5),),
-    overhead=2e-6, half_dim=24,
+    overhead=2e-6, half_dim=24, page_bandwidth=4e9,
 )  # fmt: skip
 
 
@@ -79,10 +80,13 @@ def test_a_fit_is_never_negative():
 
 
 def clock_of(machine, mesh):
-    """A clock, and loops that advance it by what the machine's trips take."""
+    """A clock, and loops that advance it by what the machine's trips take, and by new pages."""
     now = [0.0]
+    size = machine_timings.TRAFFIC_BYTES // mesh.size
 
     def seconds_of(body, arrays, dtype):
+        if arrays[0].shape == (1,):  # a temporary array, written twice in a trip
+            return machine.traffic_seconds(4 * size)
         if arrays[0].shape == (8, 8):
             return 1e-6 + body.keywords["count"] * machine.overhead
         if len(arrays) == 3:
@@ -97,8 +101,10 @@ def clock_of(machine, mesh):
         return machine.collective_seconds(kind, sent, mesh.size)
 
     def loop(_mesh, _program, case):
+        new = machine.page_seconds(size) if case.arrays[0].shape == (1,) else 0.0
+
         def run(trips):
-            now[0] += 1e-3 + trips * seconds_of(*case)
+            now[0] += 1e-3 + trips * seconds_of(*case) + new * bool(trips)
 
         return run
 
@@ -117,10 +123,20 @@ def test_a_machine_is_found_by_its_own_clock(monkeypatch):
     assert found.levels[0].bandwidth == pytest.approx(5e8)
     assert found.levels[0].latency == pytest.approx(3e-5)
     assert (found.levels[0].name, found.devices, found.efficiency) == ("node", 8, 1)
-    for name in ("memory_bandwidth", "overhead", "half_dim"):
+    for name in ("memory_bandwidth", "overhead", "half_dim", "page_bandwidth"):
         assert getattr(found, name) == pytest.approx(getattr(WANTED, name))
+    assert found.thread_share == pytest.approx(1, rel=0.02)
     assert found.memory > 2**20
     assert Machine.from_toml(found.to_toml()) == found
+
+
+def test_one_thread_computes_a_small_product(monkeypatch):
+    mesh = jax.make_mesh((1,), ("device",))
+    clock, loop = clock_of(dataclasses.replace(WANTED, thread_share=0.25), mesh)
+    monkeypatch.setattr(machine_timings, "time", clock)
+    monkeypatch.setattr(machine_timings, "_compiled", lambda mesh, case: None)
+    monkeypatch.setattr(machine_timings, "_loop", loop)
+    assert machine_timings._thread_share(mesh, WANTED) == pytest.approx(0.25, rel=0.02)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -18,6 +18,7 @@ from plurax.execute.check import check_kinds
 from plurax.execute.placement import leading_dim
 from plurax.execute.population import HyperFn
 from plurax.execute.recorder import record_population, record_steady_step
+from plurax.loop.iterate import SECONDS_PER_CALL
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.notebook import html_table, text_table
@@ -30,6 +31,11 @@ from plurax.trace.liveness import temporaries
 from plurax.trace.step_trace import StepTrace
 from plurax.trace.work import work_of_step
 from plurax.tree import human_bytes, with_rows
+
+LARGEST_KEPT = 2**25
+"""The bytes of the largest block that a CPU's `malloc` keeps when it is freed; what is larger the
+system hands out anew (glibc, https://man7.org/linux/man-pages/man3/mallopt.3.html, mmap threshold).
+"""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -77,7 +83,7 @@ class Estimate:
         (`benchmarks/published.py`).
         """
         parts = (self.gradient, self.update)
-        least = sum(part.products + part.traffic + part.overhead for part in parts)
+        least = sum(part.products + part.traffic + part.overhead + part.paging for part in parts)
         return least, self.seconds * 1.5
 
     @property
@@ -122,6 +128,7 @@ class Estimate:
             **{f"collectives over {a}": s for a, s in self.gradient.collectives.items()},
             "starting kernels": self.gradient.overhead,
             "pipeline bubble": self.gradient.bubble,
+            "pages of new memory": self.gradient.paging,
             "optimizer's update": self.update.total,
         }
 
@@ -252,7 +259,8 @@ def estimate_trace(trace: StepTrace, machine: Machine, rates: Machine | None = N
     gradient, flops = clock.gradient(work)
     needed = temporaries(trace.block, trace.state, rules, machine.fast_memory)
     padding = sum(rules.size(value, False) - value.bytes for value in trace.arguments)
-    gradients = min(trace.memory.gradients, needed)
+    gradients, update = min(trace.memory.gradients, needed), clock.seconds(work.update)
+    paging = _paging_seconds(rates or machine, needed, gradient.total + update.total)
     memory = {
         "parameters": trace.memory.parameters,
         "optimizer": trace.memory.optimizer,
@@ -270,12 +278,23 @@ def estimate_trace(trace: StepTrace, machine: Machine, rates: Machine | None = N
         trace.plan,
         machine,
         trace.batch_size,
-        gradient,
-        clock.seconds(work.update),
+        dataclasses.replace(gradient, paging=paging),
+        update,
         memory,
         dict(sent),
         flops,
     )
+
+
+def _paging_seconds(machine: Machine, needed: int, seconds: float) -> float:
+    """Return the part of a step in which the system hands out the bytes of its temporaries.
+
+    XLA frees what a call needed beside its arguments. A call of `fit` runs the steps that fit
+    `SECONDS_PER_CALL`, and at least one.
+    """
+    if needed <= LARGEST_KEPT:
+        return 0.0
+    return machine.page_seconds(needed) * min(1.0, seconds / SECONDS_PER_CALL)
 
 
 def human_seconds(seconds: float) -> str:

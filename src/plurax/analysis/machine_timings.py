@@ -10,10 +10,13 @@ falls on all.
                  large result and of a small one. w · v is the identity, so that x neither grows nor
                  vanishes.
     traffic      x ← 0.5 · x + 1, on arrays that no cache holds
-    overhead     8 and 64 products of (8, 8) in a trip; the difference is 56 operations
+    pages        on CPU, a temporary array as large, which the system hands out anew for every call
+    threads      on CPU, the same of a small x, which one thread computes
+    overhead     8 and 64 kernels of (8, 8) in a trip; the difference is 56 operations
     collectives  all-reduce and collective-permute, from 4 KB to 1 MB on CPU, else to 16 MB
 """
 
+import dataclasses
 import functools
 import math
 import statistics
@@ -49,7 +52,9 @@ DTYPES = ("float32", "bfloat16")
 TRAFFIC_BYTES = 2**28
 """The size of the array that is read and written, of all CPU devices together."""
 TINY, FEW, MANY = 8, 8, 64
-"""The dims of products that only start, and how many of them are in one trip."""
+"""The dims of kernels that only start, and how many of them are in one trip."""
+SMALL = (128, 64)
+"""The dims of products that one thread computes."""
 
 
 Loop = Callable[[int], None]
@@ -70,11 +75,12 @@ def measure_machine(devices: Sequence[jax.Device] | None = None) -> Machine:
     mesh = Mesh(np.array(devices or jax.devices()), ("device",))
     overhead = _overhead(mesh)
     peaks, half_dim = fit_products(_products(mesh), overhead)
+    platform = platform_of(mesh) or "cpu"
     levels = []
     if mesh.size > 1:
         bandwidth, latency = fit_collectives(_collectives(mesh))
         levels = [Level("node", mesh.size, _rounded(bandwidth), _rounded(latency))]
-    return Machine(
+    machine = Machine(
         name=f"{mesh.size} × {mesh.devices.flat[0].device_kind}",
         flops={dtype: _rounded(rate) for dtype, rate in peaks.items()},
         memory=memory_budget(mesh),
@@ -82,7 +88,13 @@ def measure_machine(devices: Sequence[jax.Device] | None = None) -> Machine:
         levels=levels,
         overhead=_rounded(overhead),
         half_dim=_rounded(half_dim),
-        platform=platform_of(mesh) or "cpu",
+        platform=platform,
+    )
+    if platform != "cpu":
+        return machine
+    page_bandwidth, share = _page_bandwidth(mesh), _thread_share(mesh, machine)
+    return dataclasses.replace(
+        machine, page_bandwidth=_rounded(page_bandwidth), thread_share=_rounded(share)
     )
 
 
@@ -97,34 +109,42 @@ def _rounded(value: float) -> float:
 def _overhead(mesh: Mesh) -> float:
     """Return the seconds that an operation takes that has next to nothing to do."""
 
-    def products(x: jax.Array, w: jax.Array, *, count: int) -> jax.Array:
+    def kernels(x: jax.Array, *, count: int) -> jax.Array:
         for _ in range(count):
-            x = x @ w
+            x = x - jnp.float32(0.5) * jnp.max(x)  # the next reduction needs all of it
         return x
 
     counts = (FEW, MANY)
-    arrays = [np.eye(TINY, dtype=np.float32)] * 2
-    cases = [_Case(functools.partial(products, count=n), arrays) for n in counts]
+    arrays = [np.eye(TINY, dtype=np.float32)]
+    cases = [_Case(functools.partial(kernels, count=n), arrays) for n in counts]
     return fit_overhead(counts, _seconds_of_a_trip(mesh, cases))
 
 
 def _products(mesh: Mesh) -> list[ProductTime]:
     """Time products of each dtype by their smallest dim, in sizes that suit the devices' rate."""
-    from scipy.linalg import hadamard
-
-    def case(dtype: str, large: int, small: int) -> _Case:
-        x = np.resize(np.random.default_rng(0).standard_normal(10_007), (large, small))
-        w = np.tile(hadamard(small, np.float32), large // small)
-        return _Case(_there_and_back, [x, w, w.T / large], dtype)
-
-    (probe,) = _seconds_of_a_trip(mesh, [case("float32", 256, 256)])
+    (probe,) = _seconds_of_a_trip(mesh, [_two_products("float32", 256, 256)])
     large = product_size(4 * 256**3 / probe)
     sizes = [(dtype, large // 2**k) for dtype in DTYPES for k in (0, 2, 4)]
-    times = _seconds_of_a_trip(mesh, [case(dtype, large, small) for dtype, small in sizes])
+    times = _seconds_of_a_trip(mesh, [_two_products(dtype, large, small) for dtype, small in sizes])
     return [
         ProductTime(dtype, 4.0 * large * large * small, small, 2, seconds)
         for (dtype, small), seconds in zip(sizes, times, strict=True)
     ]
+
+
+def _thread_share(mesh: Mesh, machine: Machine) -> float:
+    """Return the share of a product's rate on a CPU that one thread reaches."""
+    large, small = SMALL
+    (seconds,) = _seconds_of_a_trip(mesh, [_two_products("float32", large, small)])
+    return min(1.0, machine.product_seconds(large, large, small, "float32", batch=2) / seconds)
+
+
+def _two_products(dtype: str, large: int, small: int) -> "_Case":
+    from scipy.linalg import hadamard
+
+    x = np.resize(np.random.default_rng(0).standard_normal(10_007), (large, small))
+    w = np.tile(hadamard(small, np.float32), large // small)
+    return _Case(_there_and_back, [x, w, w.T / large], dtype)
 
 
 def product_size(rate: float) -> int:
@@ -150,6 +170,31 @@ def _memory_bandwidth(mesh: Mesh) -> float:
     body = lambda x: x * jnp.float32(0.5) + jnp.float32(1)  # noqa: E731
     (seconds,) = _seconds_of_a_trip(mesh, [_Case(body, [np.zeros(size // 4, np.float32)])])
     return 2 * size / seconds
+
+
+def _page_bandwidth(mesh: Mesh) -> float:
+    """Return the bytes per second that a CPU's system hands out to each device, 0 if not seen.
+
+    The first trip of a call writes a temporary array in pages that the system has yet to hand out,
+    the second writes the same pages again.
+    """
+    size = TRAFFIC_BYTES // mesh.size
+
+    def temporary(x: jax.Array) -> jax.Array:
+        # What a loop carries is in memory; a loop of one trip would be none.
+        new = jnp.broadcast_to(x, (size // 4,))
+        return lax.fori_loop(0, 2, lambda _, y: y * jnp.float32(0.5), new)[:1]
+
+    case = _Case(temporary, [np.ones(1, np.float32)])
+    loop = _loop(mesh, _compiled(mesh, case), case)
+
+    def seconds(trips: int) -> float:
+        loop(trips)  # a call takes back the pages of the one before it
+        return _seconds(loop, trips)
+
+    rounds = [[seconds(trips) for trips in (0, 1, 2)] for _ in range(ROUNDS)]
+    new = statistics.median(2 * one - none - two for none, one, two in rounds)
+    return size / new if new > 0 else 0.0
 
 
 def _collectives(mesh: Mesh) -> list[CollectiveTime]:

@@ -43,7 +43,8 @@ class Seconds:
     **Fields:** `products`, matrix products and convolutions; `traffic`, the memory traffic of all
     other kernels; `collectives`, those that a device waits for, by mesh axes, like `data` or
     `data+tensor`; `overhead`, of starting kernels; `bubble`, waiting for other stages of a
-    pipeline; `hidden`, of collectives behind other work, which takes no time of its own.
+    pipeline; `hidden`, of collectives behind other work, which takes no time of its own; `paging`,
+    of memory that the system hands out anew for every call.
     """
 
     products: float = 0.0
@@ -52,12 +53,13 @@ class Seconds:
     overhead: float = 0.0
     bubble: float = 0.0
     hidden: float = 0.0
+    paging: float = 0.0
 
     @property
     def total(self) -> float:
         """All of them but what is hidden."""
         sent = sum(self.collectives.values())
-        return self.products + self.traffic + sent + self.overhead + self.bubble
+        return self.products + self.traffic + sent + self.overhead + self.bubble + self.paging
 
     @staticmethod
     def sum(parts: Iterable["Seconds"]) -> "Seconds":
@@ -74,6 +76,7 @@ class Seconds:
             sum(part.overhead for part in parts),
             sum(part.bubble for part in parts),
             sum(part.hidden for part in parts),
+            sum(part.paging for part in parts),
         )
 
     def times(self, count: int) -> "Seconds":
@@ -85,6 +88,7 @@ class Seconds:
             self.overhead * count,
             self.bubble * count,
             self.hidden * count,
+            self.paging * count,
         )
 
 
