@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -717,6 +718,21 @@ def test_a_child_that_was_forked_does_not_hold_it(tmp_path):
         os.waitpid(child, 0)
     assert json.loads(path.read_bytes())["pid"] == os.getpid()
     again.release()
+
+
+def test_runs_in_two_threads_of_a_process_save_at_once(tmp_path, monkeypatch):
+    """As those of a sweep do: Orbax numbers the saves of a process, and mixed up two at once."""
+    monkeypatch.setattr(manager, "SAVE_SECONDS", 20)
+    states = [make_state(step=step) for step in range(8)]
+
+    def run(name):
+        with Checkpoints(tmp_path / name, keep=9) as writer:
+            for state in states:
+                writer.save(state, {})
+        return writer.steps()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, "ab")) == [list(range(8))] * 2
 
 
 # --- Waiting ----------------------------------------------------------------------------------

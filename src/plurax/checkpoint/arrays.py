@@ -6,6 +6,7 @@ Orbax is slow to import: import this module where the first checkpoint is writte
 import asyncio
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from plurax.disk import sync_file, sync_folder, sync_tree
 
 REMOVED = "removed.orbax-checkpoint-tmp"
 """The folder into which checkpoints go that are not kept, until their files are removed."""
+STARTING = threading.Lock()
+"""Held while a save starts, in which Orbax counts the saves of a process and reads that number: of
+two that start at once, in threads as those of a sweep, each would wait for files of the other."""
 
 
 class StateHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
@@ -145,7 +149,8 @@ def write_step(
     """Start writing a step, trees of arrays by name; return whether Orbax accepted it."""
     items = {name: StateSave(tree) for name, tree in arrays.items()}
     items["meta"] = ocp.args.JsonSave(description)
-    return bool(manager.save(step, args=ocp.args.Composite(**items)))
+    with STARTING:
+        return bool(manager.save(step, args=ocp.args.Composite(**items)))
 
 
 def read_arrays(folder: Path, like: PyTree) -> PyTree:
