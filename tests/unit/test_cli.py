@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,18 @@ def test_out_of_memory_has_a_code_of_its_own(workplace, capsys, monkeypatch, err
     code, _, said = run(capsys, "train", "small.py")
     assert code == 79
     assert said.startswith(f"error: out of memory: {reason}\nA plan with more zero, or over")
+
+
+def test_ctrl_c_while_jax_is_imported_shows_no_traceback():
+    code = """
+import importlib, os, signal
+import plurax.cli
+importlib.import_module = lambda name: os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+plurax.cli.main(["train", "small.py"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_help_of_a_file_shows_its_defaults(workplace, capsys):

@@ -1,7 +1,9 @@
 """The command line."""
 
 import importlib
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 
@@ -10,4 +12,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     # A launcher starts in a tenth of a second without JAX, and is small beside its processes.
     module = "launch_command" if arguments[:1] == ["launch"] else "dispatch"
-    importlib.import_module(f"plurax.cli.{module}").main(arguments)
+    handler = signal.getsignal(signal.SIGINT)
+    default = handler is signal.default_int_handler
+    if default and threading.current_thread() is threading.main_thread():
+        # Ctrl-C while JAX is imported ends the process: there is nothing to save, or to show.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        command = importlib.import_module(f"plurax.cli.{module}")
+        signal.signal(signal.SIGINT, handler)
+    else:
+        command = importlib.import_module(f"plurax.cli.{module}")
+    command.main(arguments)
