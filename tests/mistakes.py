@@ -235,7 +235,11 @@ PYTHON = {
         ("px.fit(other(evaluate=lambda params, batch: batch['y'].mean()), optimizer, data, "
          "batch_size=8, evaluation=data)", "TaskError", "Task.evaluate"),
         ("px.fit(task, optimizer, data, batch_size=8, evaluation={'x': data['x']})", "BatchError",
-         "the batch does not fit the program"),
+         "a batch of the evaluation does not fit the program"),
+        ("px.fit(task, optimizer, [{'x': [[1.0], [2.0]], 'y': [1.0, 2.0]}])", "BatchError",
+         "batch[x] is a list of 2 items, and what a batch holds is arrays."),
+        ("px.fit(px.Task(init=lambda key: None, loss=loss), optimizer, data, batch_size=8)",
+         "TaskError", "Task.init returned None, and must return the parameters"),
         ("px.fit(task, optimizer, data, batch_size=8, evaluation=iter([data]))", "BatchError",
          "which can be read only once"),
         ("px.fit(task, optimizer, data, batch_size=8, evaluation=[])", "BatchError",

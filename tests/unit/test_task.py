@@ -66,6 +66,17 @@ def good_loss(params, batch, keys):
             )
             for name in ("loss", "kind", "step", "epoch", 1)
         ),
+        *(
+            (
+                lambda p, b, k, name=name: (good_loss(p, b, k), {name: good_loss(p, b, k)}),
+                rf"a metric called {name!r}, as {whose} is called in the rows of a run",
+            )
+            for name, whose in {
+                "eval_loss": "a metric of the evaluation",
+                "loss_best": "the loss of members",
+                "loss_worst": "the loss of members",
+            }.items()
+        ),
     ],
 )
 def test_a_loss_that_breaks_its_contract(loss, message):

@@ -30,9 +30,9 @@ def batch_value_too_large(path: str, dtype: str, value: object, into: str) -> Ba
     )
 
 
-def batch_mismatch(expected: str, given: str) -> BatchError:
+def batch_mismatch(expected: str, given: str, what: str = "the batch") -> BatchError:
     return BatchError(
-        "the batch does not fit the program (B is any number of examples up to the compiled size)."
+        f"{what} does not fit the program (B is any number of examples up to the compiled size)."
         f"\n  expected:\n{expected}\n  given:\n{given}"
     )
 

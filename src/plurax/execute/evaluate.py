@@ -156,7 +156,7 @@ class Evaluator:
         first = next(chunks(data, self._placement.size), None)
         if first is None:
             raise errors.batch_is_empty()
-        self._placement.check(first)
+        self._placement.check(first, "a batch of the evaluation")
         self._abstract(evaluation(self._task, self._functions.plan.precision))
 
     def metric_names(self, *, evaluated: bool) -> list[str]:

@@ -163,7 +163,18 @@ def check_losses(output: Any, size: int, where: str) -> tuple[Array, dict[str, A
                 f"{where} returned a metric called {name!r}. Its name has to be a text, and none "
                 f"of those that plurax reports itself: {', '.join(sorted(RESERVED))}."
             )
+        check_name(where, name)
     return losses, metrics
+
+
+def check_name(where: str, name: str) -> None:
+    """Raise `TaskError` where a row would have two numbers of that name."""
+    if name.startswith("eval_") or name in ("loss_best", "loss_worst"):
+        what = "a metric of the evaluation" if name.startswith("eval_") else "the loss of members"
+        raise errors.TaskError(
+            f"{where} returned a metric called {name!r}, as {what} is called in the rows of a run, "
+            "which has one number of a name; choose another one."
+        )
 
 
 def check_metric(where: str, name: str, metric: Any, size: int) -> None:
@@ -401,11 +412,17 @@ def with_metrics(metrics: dict[str, Any], more: Any, size: int, where: str) -> d
                 f"{where}: the name {name!r} is taken by a metric of the loss or by what plurax "
                 "reports itself; choose another one."
             )
+        check_name(where, name)
     return {**metrics, **more}
 
 
 def check_parameters(params: PyTree) -> None:
     """Raise `TaskError` where a parameter is no array, or has no gradient."""
+    if params is None:
+        raise errors.TaskError(
+            "Task.init returned None, and must return the parameters, a tree of arrays. Does it "
+            "end without a `return`? A task without parameters returns {}."
+        )
     for path, leaf in tree.named_leaves(params).items():
         if not hasattr(leaf, "dtype"):
             raise errors.TaskError(

@@ -97,7 +97,7 @@ class Placement:
             self.like,
         )
 
-    def check(self, batch: PyTree) -> int:
+    def check(self, batch: PyTree, what: str = "the batch") -> int:
         """Return the number of examples of a batch. Raises `BatchError` where it does not fit."""
         leaves, structure = jax.tree.flatten(batch)
         fits = structure == self.structure and all(
@@ -110,7 +110,7 @@ class Placement:
             for path, leaf in tree.named_leaves(batch).items():
                 jax_dtype(path, leaf)
             raise errors.batch_mismatch(
-                tree.describe(self.like, batch_dim=True), tree.describe(batch)
+                tree.describe(self.like, batch_dim=True), tree.describe(batch), what
             )
         sizes = {np.shape(leaf)[0] for leaf in leaves}
         # This runs in every step, so it compares sizes only; `leading_dim` formats paths for
@@ -378,6 +378,13 @@ def leading_dim(batch: PyTree) -> int:
     sizes = {}
     for path, leaf in tree.named_leaves(batch).items():
         if np.ndim(leaf) == 0 and not getattr(leaf, "shape", ()):
+            for name, node in _lists(batch).items():
+                if path.startswith(f"{name}/"):
+                    raise errors.BatchError(
+                        f"batch[{name}] is a list of {len(node)} items, and what a batch holds is "
+                        "arrays. Make an array of it: np.asarray(values, np.float32), of whole "
+                        "numbers np.int32."
+                    )
             raise errors.BatchError(
                 f"batch[{path}] is a scalar; every array of a batch needs the batch as its leading "
                 "dim. Close over constants in the loss instead."
@@ -391,6 +398,14 @@ def leading_dim(batch: PyTree) -> int:
             f"the arrays of a batch must have the same leading dim; given {listed}."
         )
     return next(iter(sizes.values()))
+
+
+def _lists(batch: PyTree) -> dict[str, list[Any]]:
+    """Return the outermost lists in a batch, by path; a batch that is a list itself is a tree."""
+    leaves = jax.tree.leaves_with_path(
+        batch, is_leaf=lambda node: node is not batch and isinstance(node, list)
+    )
+    return {tree.path_name(path): node for path, node in leaves if isinstance(node, list)}
 
 
 def abstract_batch(batch: PyTree) -> PyTree:
