@@ -176,6 +176,14 @@ def test_tables_leave_the_library(table, tmp_path, monkeypatch, drawn):
         found.to_pandas()
 
 
+def test_of_values_close_together_one_is_labelled():
+    rows = [{"rate": rate, "loss": rate} for rate in (0.00116, 0.00134, 0.0239, 0.297, 0.403)]
+    (axis,) = draw_parallel(rows, ["rate"], "loss").axes
+    texts = [text.get_text() for text in axis.texts]
+    assert "0.00134" not in texts
+    assert texts[:4] == ["0.00116", "0.0239", "0.297", "0.403"]
+
+
 @pytest.mark.parametrize(("mode", "best"), [("min", 1.0), ("max", 3.0)])
 def test_the_best_row_is_the_one_drawn_as_best(mode, best):
     scores = [2.0, 3.0, np.nan, 1.0]

@@ -92,11 +92,29 @@ def _ticks(column: Float[np.ndarray, "R"], log: bool) -> list[tuple[float, str]]
     if distinct.size == 0:
         return []
     if distinct.size <= 6:
-        return list(zip(_placed(distinct, log).tolist(), map(_text, distinct), strict=True))
+        every = list(zip(_placed(distinct, log).tolist(), map(_text, distinct), strict=True))
+        return _apart(every)
     low, high = distinct[0], distinct[-1]
     places = np.linspace(0, 1, 5)
     values = low * (high / low) ** places if log else low + places * (high - low)
     return list(zip(places.tolist(), map(_text, values), strict=True))
+
+
+def _apart(labels: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Return those of labels, ascending, that are not written over each other; both ends are.
+
+    >>> _apart([(0.0, "1"), (0.02, "2"), (0.5, "3"), (0.99, "4"), (1.0, "5")])
+    [(0.0, '1'), (0.5, '3'), (1.0, '5')]
+    """
+    kept = labels[:1]
+    for label in labels[1:-1]:
+        if min(label[0] - kept[-1][0], labels[-1][0] - label[0]) > LABEL:
+            kept.append(label)
+    return kept + labels[1:][-1:]
+
+
+LABEL = 0.05
+"""The height of a label, of that of an axis."""
 
 
 def _text(value: float) -> str:
