@@ -153,6 +153,30 @@ def test_remat_changes_nothing(x64, name, remat):
     assert models.max_rel_error(got, on_one_device(name, jnp.float64)) < 1e-10
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_part_within_a_recomputed_one_reads_a_layer_of_a_stack(x64, tensor):
+    """The layer has no name outside: it is a slice of the stack, which the other part reads."""
+
+    def loss(params, batch, keys):
+        h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), batch["x"], params["stack"])
+        h = jax.checkpoint(lambda h, w: jnp.cos(h @ w) * h)(h, params["stack"][0])
+        return jnp.sum((h @ params["out"]) ** 2, axis=1)
+
+    def init(key):
+        return {"stack": jax.random.normal(key, (4, 8, 8)), "out": jnp.ones((8, 4))}
+
+    task, batch = px.Task(init=init, loss=loss), {"x": np.ones((8, 8)) / np.arange(1, 9)}
+
+    def step(plan):
+        program = px.compile(task, optax.sgd(0.1), plan, batch)
+        state, metrics = program.step(program.init(seed=0), batch)
+        return jax.device_get((program.to_canonical(state).params, metrics))
+
+    rules = {"stack": (None, None, "tensor")} if tensor > 1 else ()
+    split = px.Plan(data=2, tensor=tensor, zero=3, remat="full", shardings=rules)
+    assert models.max_rel_error(step(split), step(px.Plan())) < 1e-10
+
+
 @functools.cache
 def three_members():
     plan = px.Plan(chunk=3, batch_dim="major")

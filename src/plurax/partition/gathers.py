@@ -166,7 +166,8 @@ class Gathers:
             atoms, left = self._lent
             for atom in atoms.values():
                 self.whole.pop(atom, None)
-            self.whole |= {atoms[var]: value for var, value in left.items()}
+            # A part inside that one may have left a slice of a parameter, which has no name here.
+            self.whole |= {atoms[var]: value for var, value in left.items() if var in atoms}
             self._lent = None
             self._drop()
         if is_recomputed(eqn):
