@@ -1,8 +1,10 @@
 """A plan from a solution of the graph does what the solution says, and computes the same update."""
 
 import dataclasses
+import importlib
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from hypothesis import given
@@ -10,13 +12,19 @@ from hypothesis import strategies as st
 from tests import models
 from tests.draws import draws
 from tests.planning import BytesSent, bytes_sent
+from tests.promotion import allowed
 
 import plurax as px
 from plurax.machine_fields import Level
+from plurax.partition.pins import equations, traced_as
 from plurax.planner.costs import TimeCosts
 from plurax.planner.fewest import minimal
+from plurax.planner.step_graph import graph_of_step
 from plurax.planner.tensor_search import TensorSearch
 from plurax.sharding.spec import TensorSharding
+from plurax.strategies import Strategies, Strategy
+
+flash = importlib.import_module("jax.experimental.pallas.ops.tpu.flash_attention")
 
 STACK = {
     "blocks/qkv": (..., "tensor", None), "blocks/attention_out": (..., "tensor", None, None),
@@ -154,6 +162,37 @@ def test_a_found_plan_computes_the_same_update(x64, name, data, tensor):
     planned = sum(c.bytes_sent * (c.trips or 1) for c in program.planned_collectives())
     compiled = sum(c.bytes_sent * (c.trips or 1) for c in program.collectives())
     assert abs(planned - compiled) <= 64, "scalars of the metrics are reduced together"
+
+
+def weak_positions(params, batch, keys):
+    """An array computed of numbers of Python and positions has a weak type."""
+    x = batch["x"] @ params["w"] * jnp.exp(-0.1 * jnp.arange(8))[None]
+    return jnp.sum(x**2, axis=1)
+
+
+def penalized(params, batch, keys):
+    return jnp.sum((batch["x"] @ params["w"]) ** 2, axis=1) + 1e-3 * jnp.sum(params["w"] ** 2)
+
+
+def attention_of_a_kernel(params, batch, keys):
+    """The kernel is never run: only traces are compared."""
+    q = (batch["x"] @ params["w"]).reshape(-1, 2, 1, 4)
+    q = jnp.broadcast_to(q, (q.shape[0], 2, 128, 4))
+    return jnp.sum(flash.flash_attention(q, q, q), axis=(1, 2, 3))
+
+
+@pytest.mark.parametrize("loss", [weak_positions, penalized, attention_of_a_kernel])
+def test_strategies_name_the_equations_of_the_step(loss):
+    """Else a search would refuse all that it finds: they hold for one trace."""
+    task = allowed(px.Task(init=lambda key: {"w": jnp.ones((8, 8))}, loss=loss))
+    batch = {"x": jax.ShapeDtypeStruct((4, 8), "float32")}
+    plan = px.Plan(tensor=2, shardings={"w": (None, "tensor")})
+    traced = graph_of_step(task, plan, batch).traced.jaxpr
+    path = next(p for p, eqn in equations(traced) if eqn.primitive.name == "dot_general")
+    product = Strategy(f"{path} dot_general", ((), (None, "tensor")), "")
+    strategies = Strategies(traced_as(traced), (product,))
+    plan = dataclasses.replace(plan, strategies=strategies)
+    px.analysis.planned(task, optax.sgd(0.1), plan, batch)
 
 
 def test_pins_leave_the_shards_of_zero():

@@ -257,7 +257,7 @@ def gradient(
     `remat` selects what the backward pass recomputes; with `ordered`, recomputation waits for the
     cotangents (a data dependency inserted here; without it the caller that interprets the jaxpr
     inserts one). With `penalties_apart` the gradient lacks that of penalties, and the metrics have
-    the loss's derivatives by them, a list of scalars, under `PENALTIES`.
+    the loss's derivatives by them, a list of scalars, under `PENALTIES`, if there are any.
     """
     loss = with_precision(task.loss, precision, task.stateful)
 
@@ -267,7 +267,7 @@ def gradient(
         penalized = PenalizedLoss.of(loss, params, *args) if penalties_apart else None
 
         def total_loss(some: PyTree, offsets: list[Array]) -> tuple[Array, tuple[Totals, PyTree]]:
-            fun = loss if penalized is None else penalized.with_offsets(offsets)
+            fun = penalized.with_offsets(offsets) if penalized and offsets else loss
             output = rematerialized(fun, remat)(with_frozen(some, params), *args)
             size = rows.mask.shape[0]
             losses, metrics, model_state = split_output(task, output, state, size)

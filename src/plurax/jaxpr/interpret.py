@@ -125,8 +125,13 @@ def evaluate(
 
 
 def constant(literal: Literal) -> Any:
-    """Return a literal's value, without the mesh in which it was traced."""
+    """Return a literal's value, without the mesh in which it was traced.
+
+    One of Python keeps its weak type: JAX leaves out a conversion from a strong type to itself.
+    """
     aval: Any = literal.aval
+    if aval.weak_type and isinstance(literal.val, int | float | complex):
+        return literal.val
     return np.asarray(literal.val, aval.dtype)
 
 

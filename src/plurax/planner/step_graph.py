@@ -14,7 +14,9 @@ from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import initial
 from plurax.execute.placement import leading_dim
 from plurax.execute.rows import abstract_rows
+from plurax.execute.transformed_task import transformed_task
 from plurax.jaxpr.interpret import holds
+from plurax.jaxpr.stream import with_kernels
 from plurax.mesh import abstract_mesh, within
 from plurax.plan import Plan
 from plurax.planner.graph import Graph, graph_of
@@ -70,11 +72,16 @@ def graph_of_step(
 
 
 def _traced(task: Task, plan: Plan, rows: PyTree) -> tuple[Any, tuple[PyTree, PyTree, PyTree]]:
-    """Return the gradient of some rows, and the arguments with which it is traced."""
+    """Return the gradient of some rows, and the arguments with which it is traced.
+
+    Its equations are those of a step with `tensor`, whose places strategies name.
+    """
     params, model_state = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
         jax.eval_shape(lambda: initial(task, jax.random.key(0))),
     )
     args = params, model_state, abstract_rows(rows)
-    fun = within(abstract_mesh(plan), gradient(task, plan.precision, remat=plan.remat))
+    task = transformed_task(task, lambda fun, _: with_kernels(fun))
+    fun = gradient(task, plan.precision, remat=plan.remat, penalties_apart=True)
+    fun = within(abstract_mesh(plan), fun)
     return jax.make_jaxpr(fun)(*args), args
