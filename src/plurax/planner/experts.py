@@ -7,7 +7,7 @@ none of them is expected to be faster than the fastest estimate.
     devices       all, a node, those of one kind where they differ, one
     microbatches  of 1, 2, 4 or 8 rows, or one; where devices differ, in proportion to their speed
     zero, remat   every level, every policy
-    schedule      1f1b, gpipe
+    schedule      1f1b, eager-1f1b, gpipe
 
     2 nodes of 8, 64 rows    data=16; data=8; data=8, tensor=2; data=2, tensor=8;
                              data=4, pipeline=2, tensor=2, microbatches=16; ...
@@ -36,7 +36,7 @@ from plurax.planner.sizes import Sizes
 ROWS = (1, 2, 4, 8)
 """The rows of a microbatch on one device that experts try."""
 
-_SCHEDULES = ("1f1b", "gpipe")
+_SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")
 
 
 def used_devices(machine: Machine) -> frozenset[int]:
