@@ -260,3 +260,30 @@ def test_what_is_not_trained_has_no_gradient_and_no_update():
     ):
         by_hand = px.estimate(task, optimizer, plan, batch, machine)
         assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9), plan
+
+
+def tensor_train(params, batch, keys):
+    """Products of many small tensors, of which some are of parameters alone."""
+    x = batch["x"].reshape(-1, 2, 3, 2)
+    y = jnp.einsum("nijk,aixb,bjyc,ckzd->nxyz", x, *params["train"]).reshape(x.shape[0], -1)
+    first, second, third = params["factors"]
+    z = jnp.einsum("ni,ir,jr,kr,nj->nk", batch["x"], first, second, third, y)
+    chain = jnp.linalg.multi_dot([first, third, second.T])
+    return (z**2).mean(1) + jnp.abs(batch["x"] @ chain).mean(1)
+
+
+def test_the_best_plan_has_the_strategies_that_its_estimate_needs(x64):
+    """Few strategies are found along `tensor`; ZeRO splits parameters over `data`, too."""
+    shapes = {"train": [(1, 2, 4, 4), (4, 3, 4, 4), (4, 2, 2, 1)]}
+    shapes |= {"factors": [(12, 8), (32, 8), (8, 8)]}
+
+    def init(key):
+        return jax.tree.map(jnp.ones, shapes, is_leaf=lambda one: isinstance(one, tuple))
+
+    task, optimizer = px.Task(init=init, loss=tensor_train), optax.sgd(0.1)
+    batch = {"x": jax.ShapeDtypeStruct((16, 12), jnp.float64)}
+    slow = px.Machine("slow", {"float64": 1e8}, 1e9, 1e12, [Level("node", 8, 1e10)])
+    pinned = {"data": 4, "tensor": 2, "zero": 3, "remat": "none"}
+    found = px.search(task, optimizer, batch, slow, pinned=pinned, count=1, evaluations=2)
+    again = px.estimate(task, optimizer, found.best, batch, slow)
+    assert again.seconds <= found.estimate.seconds * (1 + 1e-9)

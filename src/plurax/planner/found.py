@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import textwrap
+from collections.abc import Callable
 
 from plurax import errors
 from plurax.analysis.estimate import Estimate, human_seconds
@@ -54,6 +55,7 @@ class Found:
     - `evaluations`: how many solutions and estimates were made; `stopped`, whether a limit of time
       ended the search; `seconds` that it took.
     - `shardings`: the searches over `tensor`, for `explain`; None for a population.
+      `estimated`, a function that estimates a plan.
     """
 
     machine: Machine
@@ -69,6 +71,7 @@ class Found:
     stopped: bool
     seconds: float
     shardings: TensorSearch | None
+    estimated: Callable[[Plan], Estimate] | None
 
     @functools.cached_property
     def best(self) -> Plan:
@@ -76,9 +79,19 @@ class Found:
         return self.plan(1)
 
     def plan(self, rank: int) -> Plan:
-        """Return a plan of the ranking, 1 the fastest, with as few strategies as it needs."""
-        candidate = self.ranked[rank - 1].candidate
-        return self.shardings.plan(candidate, fewest=True) if self.shardings else candidate
+        """Return a plan of the ranking, 1 the fastest, with as few strategies as it needs.
+
+        These are found along `tensor` alone. What is split over `data`, too, may need others: then
+        the plan has all of them, as it was estimated.
+        """
+        ranked = self.ranked[rank - 1]
+        if self.shardings is None or self.estimated is None:
+            return ranked.candidate
+        plan = self.shardings.plan(ranked.candidate, fewest=True)
+        split = plan.zero and plan.data > 1 and plan.strategies != ranked.plan.strategies
+        if split and self.estimated(plan).seconds > ranked.seconds * (1 + 1e-9):
+            return ranked.plan
+        return plan
 
     @property
     def estimate(self) -> Estimate:

@@ -124,6 +124,7 @@ def search_population(
         stopped=effort.stopped or any(one.stopped for one in alone),
         seconds=0.0,
         shardings=None,
+        estimated=None,
     )
 
 

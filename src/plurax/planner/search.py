@@ -214,6 +214,7 @@ def _search_on(machine: Machine, wanted: Wanted, effort: Effort) -> Found:
         stopped=effort.stopped,
         seconds=0.0,
         shardings=shardings,
+        estimated=lambda plan: estimate(whole, optimizer, plan, like, machine),
     )
 
 
@@ -590,8 +591,7 @@ _NEAR = 1.05
 ranked: what was computed is as near as that, once a plan alike is estimated."""
 
 _SECOND = 1.15
-"""How much slower than the best a plan may be that gets a second solution: of a dozen networks none
-gained more than an eighth by it."""
+"""How much slower than the best a plan with a second solution may be: none gained an eighth."""
 
 _WORTH = 0.98
 """What the bound of a plan is at most by the best, if it is the first with its size of `tensor`."""
