@@ -34,7 +34,7 @@ from plurax.mesh import on_devices
 from plurax.partition.manual import eval_manual_body
 
 _ALL_MANUAL = HOST_CALLS | CUSTOM_PARTITIONED
-_OWN_SHARDINGS = frozenset(["mesh_cast", "reshard", "shard_map", "sharding_constraint"])
+_OWN_SHARDINGS = frozenset(["reshard", "shard_map", "sharding_constraint"])
 """What a model says of the mesh itself."""
 
 
