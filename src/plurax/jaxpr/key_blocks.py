@@ -350,7 +350,7 @@ class KeyBlocks:
         def operand(eqn: Any, place: int) -> Any:
             atom = eqn.invars[place]
             if isinstance(atom, Literal):
-                return jnp.asarray(constant(atom), atom.aval.dtype)
+                return jnp.asarray(constant(atom))
             stands = region.stand_ins.get((id(eqn), place))
             if stands is not None:
                 kind, number = stands
