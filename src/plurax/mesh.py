@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -91,30 +91,6 @@ def _of_each_process(plan: Plan, devices: list[jax.Device]) -> list[jax.Device]:
             "devices, or fewer processes."
         )
     return [device for _, each in sorted(owned.items()) for device in each[:share]]
-
-
-def on_devices(
-    fun: Callable[..., Any],
-    mesh: Mesh,
-    axes: set[str],
-    kinds: Mapping[str, Any],
-    takes: str,
-    gives: str,
-) -> Callable[..., Any]:
-    """Run `fun` on every device with `jax.shard_map`, manual over `axes`.
-
-    `kinds` maps a letter to the `PartitionSpec`s of a kind of value; `takes` and `gives` have one
-    letter for each argument and result.
-    """
-    out = tuple(kinds[kind] for kind in gives)
-    return jax.shard_map(
-        fun,
-        mesh=mesh,
-        in_specs=tuple(kinds[kind] for kind in takes),
-        out_specs=out if len(out) > 1 else out[0],
-        axis_names=axes,
-        check_vma=False,
-    )
 
 
 def within(mesh: Mesh, fun: Callable[..., Any]) -> Callable[..., Any]:

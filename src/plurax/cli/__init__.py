@@ -13,12 +13,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # A launcher starts in a tenth of a second without JAX, and is small beside its processes.
     module = "launch_command" if arguments[:1] == ["launch"] else "dispatch"
     handler = signal.getsignal(signal.SIGINT)
-    default = handler is signal.default_int_handler
-    if default and threading.current_thread() is threading.main_thread():
+    in_main = threading.current_thread() is threading.main_thread()
+    if ends_quietly := in_main and handler is signal.default_int_handler:
         # Ctrl-C while JAX is imported ends the process: there is nothing to save, or to show.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        command = importlib.import_module(f"plurax.cli.{module}")
+    command = importlib.import_module(f"plurax.cli.{module}")
+    if ends_quietly:
         signal.signal(signal.SIGINT, handler)
-    else:
-        command = importlib.import_module(f"plurax.cli.{module}")
     command.main(arguments)

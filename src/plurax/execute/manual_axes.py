@@ -21,6 +21,7 @@ Only for a kernel it is traced again: over all axes JAX gives constants another 
 computed, which the checkpointed loops of Equinox, and so the solvers of Diffrax, refuse.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,6 @@ from jax.sharding import Mesh
 from plurax import errors
 from plurax.jaxpr.compat import AS_EQUATIONS, CUSTOM_PARTITIONED, HOST_CALLS, open_jaxpr
 from plurax.jaxpr.interpret import all_equations, interpret, source_line
-from plurax.mesh import on_devices
 from plurax.partition.manual import eval_manual_body
 
 _ALL_MANUAL = HOST_CALLS | CUSTOM_PARTITIONED
@@ -46,26 +46,34 @@ def on_most_axes(
     takes: str,
     gives: str,
 ) -> Callable[..., Any]:
-    """Return `fun` on every device, with arguments as `plurax.mesh.on_devices` takes them.
+    """Return `fun` on every device by `jax.shard_map`, manual over `axes`, or all where it may be.
 
-    Raises `PlanError` where it is traced if it prints in order and the mesh has several devices.
+    `kinds` maps a letter to the `PartitionSpec`s of a kind of value; `takes` and `gives` have one
+    letter for each argument and result. Raises `PlanError` where it is traced if it prints in order
+    and the mesh has several devices.
     """
+    every, out = set(mesh.axis_names), tuple(kinds[kind] for kind in gives)
+    manual = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    spread = functools.partial(
+        manual,
+        fun,
+        in_specs=tuple(kinds[kind] for kind in takes),
+        out_specs=out if len(out) > 1 else out[0],
+    )
 
     def over_all_axes(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
         """Apply the `shard_map` of the trace, manual over all axes."""
         body = open_jaxpr(eqn.params["jaxpr"])
-        return jax.shard_map(
+        return manual(
             lambda *shards: eval_manual_body(*body, shards),
-            mesh=mesh,
             in_specs=eqn.params["in_specs"],
             out_specs=list(eqn.params["out_specs"]),
-            axis_names=set(mesh.axis_names),
-            check_vma=False,
+            axis_names=every,
         )(*inputs)
 
     def run(*args: Any) -> Any:
         # Inline, it is the `shard_map` alone, of whose body there is one trace.
-        mapped = jax.jit(on_devices(fun, mesh, axes, kinds, takes, gives), inline=AS_EQUATIONS)
+        mapped = jax.jit(spread(axis_names=axes), inline=AS_EQUATIONS)
         closed, shapes = jax.make_jaxpr(mapped, return_shape=True)(*args)
         equations = list(all_equations(closed.jaxpr))
         calls = [eqn for eqn in equations if eqn.primitive.name in _ALL_MANUAL]
@@ -79,9 +87,9 @@ def on_most_axes(
                     f"{mesh.size}. Leave out ordered=True, or train on one device, Plan()."
                 )
         kernels = any(eqn.primitive.name in ("pallas_call", "attend") for eqn in equations)
-        if kernels and axes != set(mesh.axis_names):
-            return on_devices(fun, mesh, set(mesh.axis_names), kinds, takes, gives)(*args)
-        if axes == set(mesh.axis_names) or (not calls and (mesh.size == 1 or _says_how(equations))):
+        if kernels and axes != every:
+            return spread(axis_names=every)(*args)
+        if axes == every or (not calls and (mesh.size == 1 or _says_how(equations))):
             return mapped(*args)
         flat = jax.tree.leaves(args)
         results = interpret(closed.jaxpr, closed.consts, flat, {"shard_map": over_all_axes})
