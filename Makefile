@@ -61,13 +61,12 @@ $(OF_NEWEST)/.installed: pyproject.toml constraints.txt
 
 test-newest: TESTS = $(addprefix tests/unit/test_,$(addsuffix .py,jaxpr batch_minor sharding \
   drawn_programs schedules stages candidates loop_constants remat stream \
-  host_calls recorded_collectives estimate)) tests/hlo/test_stages_hlo.py \
+  manual_axes recorded_collectives estimate)) tests/hlo/test_stages_hlo.py \
   tests/parity/test_early_reduction.py tests/parity/test_fused_attention.py \
   tests/parity/test_experts_over_data.py tests/parity/test_kernels_over_context.py \
   tests/parity/test_sorted_rows.py
-test-newest: ## the tests of jaxpr, partition and pipeline on Python 3.12, with the newest JAX
+test-newest: $(if $(NEWEST),$(OF_NEWEST)/.installed) ## the tests of jaxpr, partition and pipeline on Python 3.12, with the newest JAX
 	@if [ -n "$(NEWEST)" ]; then \
-	  $(MAKE) $(OF_NEWEST)/.installed && \
 	  $(OF_NEWEST)/bin/python -m pytest -n 2 --dist loadfile $(TESTS); \
 	else \
 	  echo "NOT TESTED on the newest JAX: there is no Python 3.12 on this machine"; \

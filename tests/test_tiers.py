@@ -1,7 +1,9 @@
 """Every test has one command, and `tests/tiers.toml` speaks of tests that are there."""
 
 import itertools
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -73,6 +75,18 @@ def test_each_tier_has_one_command_and_ci_runs_all_but_the_slow():
         chosen = [eval(expression, {}, dict(marked)) for expression in (usual, ci, gangs)]
         assert chosen == [name == one for one in ("test", "ci", "gangs")]
         assert eval(of_files, {}, dict(marked)) == (name in ("test", "ci"))
+
+
+def test_the_files_for_the_newest_jax_are_there():
+    """With one that is not, pytest runs none of them."""
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    printed = subprocess.run(
+        ["make", "--just-print", "test-newest", "NEWEST=python3.12"],
+        cwd=REPOSITORY, env=outside, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    files = re.findall(r"\S+\.py(?=[\s;])", printed.stdout.split("-m pytest")[1])
+    assert len(files) > 10
+    assert [name for name in files if not (REPOSITORY / name).is_file()] == []
 
 
 @pytest.mark.parametrize("odd", [False, True])
