@@ -1,5 +1,7 @@
 """Networks of many kinds under every plan, against a training step written by hand.
 
+What each of these programs sends is what its recorded step sends, too.
+
 A new model is one line of `MODELS`, a new plan one of `plans.PLANS`. A default run takes each model
 and each plan with two models (`plans.DEFAULT`), `make test-all` all pairs.
 """
@@ -15,6 +17,7 @@ import pytest
 import plurax as px
 from tests import models
 from tests.zoo import by_hand, physics, plans, sequences, sets, vision
+from tests.zoo.recorded import assert_recorded_is_compiled
 
 MODELS = {
     "vision transformer": vision.VIT,
@@ -73,7 +76,7 @@ def trained(model, plan, members):
         rows.append(jax.device_get(metrics))
     assert program.replicas.check(state) == []
     state = jax.device_get(program.to_canonical(state))
-    return (state.params, state.opt_state, state.model_state), rows
+    return program, (state.params, state.opt_state, state.model_state), rows
 
 
 def pairs():
@@ -97,7 +100,9 @@ def test_as_by_hand(x64, name, planned):
     members = px.Members(2) if planned.startswith("members") else None
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", px.errors.ShardingWarning)
-        got, rows = trained(model, plan, members)
+        program, got, rows = trained(model, plan, members)
+        if members is None:
+            assert_recorded_is_compiled(name, program, task(model), model.batches(SIZES)[0])
     gathered = [re.match(r"`(.*?)` at .* has no rule", str(one.message)) for one in said]
     assert {one[1] for one in gathered if one} <= WITHOUT_RULE.get(name, set())
     microbatches = plan.microbatches if model.coupled else 1
