@@ -100,6 +100,15 @@ def test_in_turns_every_two_values_of_three_tables_meet(odd):
             assert any(set(pair) <= case for case in quick), pair
 
 
+def test_in_turns_one_of_three():
+    tables = ["abcd", "efg", "hij"]
+    quick = [set(case.values) for case in in_turns(*tables, odd=True, of=3) if not case.marks]
+    assert len(quick) == 12
+    for one, other in itertools.combinations(tables, 2):
+        for pair in itertools.product(one, other):
+            assert any(set(pair) <= case for case in quick), pair
+
+
 def test_in_turns_each_value_of_two_tables_meets_each_second_one():
     quick = [case.values for case in in_turns("ab", "cdef") if not case.marks]
     assert quick == [("a", "c"), ("a", "e"), ("b", "d"), ("b", "f")]

@@ -27,18 +27,18 @@ Tiers = dict[str, dict[str, dict[str, list[str]]]]
 TIERS: Tiers = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
-def in_turns(*tables: Iterable[object], odd: bool = False) -> list[Any]:
-    """Return all combinations of values of some tables, of which each second one is slow.
+def in_turns(*tables: Iterable[object], odd: bool = False, of: int = 2) -> list[Any]:
+    """Return all combinations of values of some tables, of which one of two, or of `of`, is quick.
 
-    What is left has each value of a table with each second one, of two tables, or with each one, of
-    three, of any other.
+    The others are slow. The quick ones have each value of a table with each second one, of two
+    tables, or with each one, of three, of any other.
 
     >>> [(*case.values, bool(case.marks)) for case in in_turns([1, 2], "ab")]
     [(1, 'a', False), (1, 'b', True), (2, 'a', True), (2, 'b', False)]
     """
     cases = []
     for pairs in itertools.product(*(enumerate(table) for table in tables)):
-        quick = sum(place for place, _ in pairs) % 2 == odd
+        quick = sum(place for place, _ in pairs) % of == odd
         values = [value for _, value in pairs]
         cases.append(pytest.param(*values, marks=[] if quick else pytest.mark.slow))
     return cases

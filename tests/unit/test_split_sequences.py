@@ -1,6 +1,7 @@
 """Operations along a dim that is split over devices: what is computed, and what is sent."""
 
 import functools
+import itertools
 
 import hypothesis.strategies as st
 import jax
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from jax.sharding import PartitionSpec as P
 from tests.draws import draws
+from tests.tiers import in_turns
 from tests.unit.test_sharding import S, assert_same, mesh_of, shared
 
 from plurax.partition.partitioner import Partitioner, partition
@@ -22,6 +24,8 @@ SEQUENCE = np.random.default_rng(3).normal(size=(24, 5))
 BYTES = SEQUENCE.nbytes
 COUNTS = [2, 3, 4, 5, 8]
 """Of devices; 5 do not divide 24, so that the last one has fewer."""
+OTHERS = [2, 4, 5, 8]
+"""Each operation has a quick case on three devices, and one on one of these."""
 
 
 def on_devices(fun, count, *arrays, split=0):
@@ -31,7 +35,7 @@ def on_devices(fun, count, *arrays, split=0):
         S(*("tensor" if dim == split else None for dim in range(array.ndim))) for array in arrays
     )
     got, records, ends = shared(fun, arrays, shardings, count=count)
-    assert_same(got, fun(*arrays))
+    assert_same(got, jax.jit(fun)(*arrays))
     return records, ends
 
 
@@ -45,9 +49,11 @@ def gradient(fun):
 CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("name", CUMULATIVE)
+@pytest.mark.parametrize(
+    ("name", "reverse", "count"),
+    [*itertools.product(CUMULATIVE, [False, True], [3]),
+     *in_turns(CUMULATIVE, [False, True], OTHERS, of=4)],
+)  # fmt: skip
 def test_the_last_value_of_each_device_is_gathered(name, reverse, count):
     fun = functools.partial(getattr(jax.lax, name), axis=0, reverse=reverse)
     records, ends = on_devices(fun, count)
@@ -133,14 +139,15 @@ SHIFTS = {
 }
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", SHIFTS)
+OF_SHIFTS = [*itertools.product(SHIFTS, [3]), *in_turns(SHIFTS, OTHERS, of=4)]
+
+
+@pytest.mark.parametrize(("name", "count"), OF_SHIFTS)
 def test_a_shift(name, count):
     on_devices(SHIFTS[name], count)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", SHIFTS)
+@pytest.mark.parametrize(("name", "count"), OF_SHIFTS)
 def test_the_gradient_of_a_shift(name, count):
     on_devices(gradient(SHIFTS[name]), count)
 
@@ -198,8 +205,11 @@ def convolved(padding, **fields):
     return fun
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("fields", SPACED, ids=str)
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [*itertools.product(SPACED, [3]), *in_turns(SPACED, OTHERS, of=4)],
+    ids=str,
+)
 def test_a_convolution_over_a_split_dim(fields, count):
     fun, groups = convolved(**fields), fields.get("feature_group_count", 1)
     kernel = jnp.asarray(KERNEL[:, :, : 4 // groups])
@@ -249,7 +259,7 @@ def test_a_product_of_what_devices_do_not_divide(count):
     args = tuple(map(jnp.asarray, (SEQUENCE, weight)))
     shardings = S("tensor", None), S(None, None)
     got, records, _ = shared(both, args, shardings, count=count)
-    assert_same(got, both(*args))
+    assert_same(got, jax.jit(both)(*args))
     assert {one.kind for one in records} <= {"collective-permute", "all-reduce"}
 
 
