@@ -65,9 +65,13 @@ def by_hand(loss, params, batch, steps):
         losses, weights = loss(params, batch, None), weight(batch)
         return jnp.sum(losses * weights) / jnp.sum(weights)
 
-    for _ in range(steps):
+    @jax.jit
+    def step(params, state):
         updates, state = OPTIMIZER.update(jax.grad(mean_loss)(params), state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(steps):
+        params, state = step(params, state)
     return params
 
 

@@ -93,9 +93,12 @@ def by_hand(task, name, seed):
             weight = jnp.ones(losses.shape) if task.weight is None else task.weight(batch)
             return jnp.sum(weight * losses) / jnp.sum(weight)
 
-        grads = jax.grad(mean)(own)
-        updates, state = optimizer.update(grads, state, own)
-        own = optax.apply_updates(own, updates)
+        @jax.jit
+        def stepped(own, state, mean=mean):
+            updates, state = optimizer.update(jax.grad(mean)(own), state, own)
+            return optax.apply_updates(own, updates), state
+
+        own, state = stepped(own, state)
     return whole(own), jax.tree.leaves(state)
 
 

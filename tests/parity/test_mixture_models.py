@@ -207,13 +207,13 @@ def by_hand(task, start, batch):
     """The loss, parameters and model state after a step of SGD."""
     mask = jnp.ones(B, bool)
 
-    def mean(p):
+    def mean(p, batch):
         if task.stateful:
             losses, _, state = task.loss(p, start.model_state, batch, None, mask)
             return losses.mean(), state
         return task.loss(p, batch, None, *([mask] if task.coupled else [])).mean(), ()
 
-    (loss, state), grads = jax.value_and_grad(mean, has_aux=True)(start.params)
+    (loss, state), grads = jax.jit(jax.value_and_grad(mean, has_aux=True))(start.params, batch)
     return loss, jax.tree.map(lambda p, g: p - RATE * g, start.params, grads), state
 
 

@@ -1,6 +1,7 @@
 """Penalties on parameters: the steps are those by hand, and no weight is gathered for a penalty."""
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,7 @@ def example_by_example(name):
     return px.Task(init, loss)
 
 
+@functools.cache
 def by_hand(name, seed):
     """Losses and parameters of steps on one device."""
     key, _ = jax.random.split(jax.random.key(seed))
@@ -95,11 +97,15 @@ def by_hand(name, seed):
         errors = jnp.mean((network(params, rows["x"]) - rows["y"]) ** 2, axis=1)
         return jnp.mean(PENALIZED[name](params, errors))
 
-    for size in SIZES:
-        rows = jax.tree.map(lambda leaf, size=size: leaf[:size], ROWS)
+    @jax.jit
+    def step(params, state, rows):
         value, grads = jax.value_and_grad(mean)(params, rows)
         updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        return value, optax.apply_updates(params, updates), state
+
+    for size in SIZES:
+        rows = jax.tree.map(lambda leaf, size=size: leaf[:size], ROWS)
+        value, params, state = step(params, state, rows)
         losses.append(value)
     return losses, params
 
@@ -189,7 +195,7 @@ def test_of_a_coupled_loss(x64, plan):
     opt_state = optimizer.init(params)
     for size in SIZES:
         rows = models.cut(ROWS, size)
-        grads = jax.grad(lambda p, rows=rows: jnp.mean(penalized(p, rows)))(params)
+        grads = jax.jit(jax.grad(lambda p, rows=rows: jnp.mean(penalized(p, rows))))(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
     got = jax.device_get(program.to_canonical(state)).params
@@ -240,7 +246,7 @@ def test_what_has_no_value_at_zero_is_not_read_in_the_padding(x64, name):
     program = px.compile(task, rule, px.Plan(data=4, zero=3), ROWS)
     state = program.init(seed=0)
     params = jax.device_get(program.to_canonical(state).params)
-    grads = jax.grad(lambda params: loss(params, ROWS, None).mean())(params)
+    grads = jax.jit(jax.grad(lambda params: loss(params, ROWS, None).mean()))(params)
     state, metrics = program.step(state, ROWS)
     assert metrics["skipped"] == 0
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-10)

@@ -394,11 +394,16 @@ def test_optimizers_that_read_all_layers(x64, name, layers):
     state = program.init(seed=1)
     params = program.to_canonical(state).params
     opt_state = rule.init(params)
-    for _ in range(2):
-        state, _ = program.step(state, batch)
+
+    @jax.jit
+    def step(params, opt_state):
         grads = jax.grad(lambda params: task.loss(params, batch, None).mean())(params)
         updates, opt_state = rule.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), opt_state
+
+    for _ in range(2):
+        state, _ = program.step(state, batch)
+        params, opt_state = step(params, opt_state)
     assert models.max_rel_error(program.to_canonical(state).params, params) < 1e-10
 
 
@@ -475,7 +480,7 @@ def test_what_a_stage_passes_on_of_parameters_alone(x64, parts, plan):
     state = program.init(seed=1)
     params = program.to_canonical(state).params
     state, _ = program.step(state, batch)
-    updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+    updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.jit(jax.grad(loss))(params))
     assert models.max_rel_error(program.to_canonical(state).params, updated) < 1e-10
 
 
@@ -497,7 +502,8 @@ def test_zero_3_gathers_what_a_stage_repeats_and_recomputes(x64):
     state = program.init(seed=1)
     params = program.to_canonical(state).params
     state, _ = program.step(state, batch)
-    grads = jax.grad(lambda params: loss(lambda x: x, params, batch, None).mean())(params)
+    mean = lambda params: loss(lambda x: x, params, batch, None).mean()  # noqa: E731
+    grads = jax.jit(jax.grad(mean))(params)
     updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
     assert models.max_rel_error(program.to_canonical(state).params, updated) < 1e-10
 

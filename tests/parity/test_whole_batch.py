@@ -242,9 +242,13 @@ def by_hand(name):
             values, new = losses_fn(params, state, batch, keys, mask)
             return jnp.sum(values * batch["weight"]) / jnp.sum(batch["weight"]), new
 
-        (value, state), grads = jax.value_and_grad(mean, has_aux=True)(params)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        @jax.jit
+        def stepped(params, opt_state, mean=mean):
+            (value, new), grads = jax.value_and_grad(mean, has_aux=True)(params)
+            updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+            return value, optax.apply_updates(params, updates), opt_state, new
+
+        value, params, opt_state, state = stepped(params, opt_state)
         values.append(value)
     return jax.device_get((values, params, state))
 

@@ -816,9 +816,10 @@ def test_an_equinox_model_with_state_trains_as_by_hand(fields):
             total = total + entropy(logits, mine["y"]).sum()
         return total / len(rows["x"]), kept
 
+    gradient = eqx.filter_jit(jax.grad(mean, has_aux=True))
     for _ in range(3):
         state, _ = program.step(state, rows)
-        grads, kept = jax.grad(mean, has_aux=True)(params, kept)
+        grads, kept = gradient(params, kept)
         updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
     got = program.to_canonical(state)

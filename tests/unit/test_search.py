@@ -1,6 +1,7 @@
 """Search ranks plans by estimates, keeps what is pinned, and says what cannot be."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -66,23 +67,34 @@ def test_a_search_goes_on_where_bounds_prove_nothing():
     assert unproven.evaluations >= 8
 
 
+@functools.cache
 def search_gpt(fast_memory):
+    """Return what is found, and the plans that were put off."""
     model = gpt.Gpt(depth=24, width=2304, heads=24)
     machine = px.Machine.preset("8xA100-80GB", nodes=4)
-    return px.search(
-        allowed(model.task()),
-        optax.adam(1e-3),
-        model.batch(512),
-        dataclasses.replace(machine, fast_memory=fast_memory),
-        pinned={"precision": "bfloat16"},
-    )
+    put_off, waiting = CandidateQueue.put_off, []
+
+    def noted(queue, seconds, candidate):
+        waiting.append(candidate)
+        put_off(queue, seconds, candidate)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CandidateQueue, "put_off", noted)
+        found = px.search(
+            allowed(model.task()),
+            optax.adam(1e-3),
+            model.batch(512),
+            dataclasses.replace(machine, fast_memory=fast_memory),
+            pinned={"precision": "bfloat16"},
+        )
+    return found, waiting
 
 
 @pytest.mark.ci
 def test_no_further_tensor_is_solved_for_plans_that_stay_behind():
     """By their bounds plans of GPT that keep all come before those that keep products, and an
     estimate says that they are slower."""
-    found = search_gpt(fast_memory=0)
+    found, _ = search_gpt(fast_memory=0)
     assert found.gap == 0
     # The smallest is, for the bounds of the others.
     assert found.shardings.has_solved(2, "none")
@@ -98,15 +110,8 @@ def test_no_further_tensor_is_solved_for_plans_that_stay_behind():
 
 @pytest.mark.ci
 @pytest.mark.parametrize(("fast_memory", "some"), [(0, True), (1e6, False)])
-def test_bounds_of_devices_with_a_fast_memory_put_nothing_off(monkeypatch, fast_memory, some):
-    put_off, waiting = CandidateQueue.put_off, []
-
-    def noted(queue, seconds, candidate):
-        waiting.append(candidate)
-        put_off(queue, seconds, candidate)
-
-    monkeypatch.setattr(CandidateQueue, "put_off", noted)
-    search_gpt(fast_memory)
+def test_bounds_of_devices_with_a_fast_memory_put_nothing_off(fast_memory, some):
+    _, waiting = search_gpt(fast_memory=fast_memory)
     assert bool(waiting) == some
 
 

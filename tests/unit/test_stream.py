@@ -276,7 +276,7 @@ def held(fun, args):
 @functools.cache
 def as_written(attention):
     fun, args = value_and_grad(attention, inputs())
-    return jax.device_get(fun(*args))
+    return jax.device_get(jax.jit(fun)(*args))
 
 
 @pytest.mark.parametrize("attention", VARIANTS, ids=lambda f: f.__name__)
@@ -284,7 +284,7 @@ def as_written(attention):
 @pytest.mark.parametrize("skip", [False, True])
 def test_values_and_gradients_are_the_same(attention, block, skip):
     fun, args = value_and_grad(streamed(attention, block, skip=skip), inputs())
-    blocks = fun(*args)
+    blocks = jax.jit(fun)(*args)
     whole = as_written(attention)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, **TOLERANCE), whole, blocks)
 
@@ -306,7 +306,7 @@ def test_attention_of_a_library():
     def loss(attention):
         return jax.value_and_grad(lambda *a: jnp.sin(attention(*a)).sum(), argnums=(0, 1, 2, 3))
 
-    whole, blocks = loss(library)(*args), loss(streamed(library, 4))(*args)
+    whole, blocks = (jax.jit(loss(fun))(*args) for fun in (library, streamed(library, 4)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), whole, blocks)
     assert held(loss(library), args)
     assert not held(loss(streamed(library, 4)), args)
@@ -352,7 +352,7 @@ def test_layers_of_libraries(make):
         return jax.grad(lambda p, x: jnp.sin(fun(p, x)).sum(), argnums=(0, 1))
 
     with promotion():
-        whole, blocks = of(apply)(params, x), of(streamed(apply, 4))(params, x)
+        whole, blocks = (jax.jit(of(fun))(params, x) for fun in (apply, streamed(apply, 4)))
         closed = jax.make_jaxpr(of(streamed(apply, 4)))(params, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, **TOLERANCE), whole, blocks)
     shapes = [shape_of(v) for eqn in all_equations(closed.jaxpr) for v in eqn.outvars]
@@ -540,9 +540,10 @@ def test_a_maximum_whose_gradient_is_stopped_may_be_used():
         return attended(s, v) + of_queries(top)
 
     fun, args = value_and_grad(attention, inputs())
-    whole = fun(*args)
+    whole = jax.jit(fun)(*args)
     fun, _ = value_and_grad(streamed(attention, 4), inputs())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, **TOLERANCE), whole, fun(*args))
+    blocks = jax.jit(fun)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, **TOLERANCE), whole, blocks)
     assert not held(fun, args)
 
 

@@ -247,12 +247,12 @@ def in_order(fun):
 def test_values_and_gradients_are_the_same(fun):
     args = arguments()
     of_inputs = {"argnums": (0, 1), "has_aux": True}
-    written = jax.value_and_grad(scalar(fun, by_places), **of_inputs)(*args)
+    written = jax.jit(jax.value_and_grad(scalar(fun, by_places), **of_inputs))(*args)
     ordered = in_order(scalar(fun, by_order))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-10, atol=1e-12),
         written,
-        jax.value_and_grad(ordered, **of_inputs)(*args),
+        jax.jit(jax.value_and_grad(ordered, **of_inputs))(*args),
     )
 
 

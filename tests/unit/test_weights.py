@@ -276,9 +276,10 @@ def test_learning_rates_by_path(x64, fields, frozen):
     params = jax.device_get(whole.init(seed=0).params)
     rules = {"hidden": optax.adam(1e-3), "out": optax.adam(1e-1)}
     states = {name: one.init(params[name]) for name, one in rules.items()}
+    gradient = jax.jit(jax.grad(lambda p: models.evaluate(p, batch)[0].mean()))
     for _ in range(3):
         state, _ = program.step(state, batch)
-        grads = jax.grad(lambda p: models.evaluate(p, batch)[0].mean())(params)
+        grads = gradient(params)
         for name, one in rules.items():
             updates, states[name] = one.update(grads[name], states[name])
             params = {**params, name: params[name] + updates}
