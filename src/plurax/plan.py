@@ -139,7 +139,7 @@ data=1 means 'not used'.
     stream: int | None = None
     """The keys of a block of attention. Products of activations that are summed over their keys,
     as softmax attention is, are then computed block after block, and no array of queries by keys is
-    held. None: as the task is written."""
+    held. None, or as many keys as there are: as the task is written."""
     shardings: GivenShardings = ()
     """The shardings of parameters and named activations, as a dict: pattern -> one entry for each
     dim: None for a dim that is not split, the name of a mesh axis, or several; a leading `...`

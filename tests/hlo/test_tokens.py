@@ -58,7 +58,7 @@ def batch(rows=ROWS, dtype=np.float32):
 
 
 def compiled(dtype="float32", **fields):
-    plan = px.Plan(stream=BLOCK, **fields)
+    plan = px.Plan(**{"stream": BLOCK} | fields)
     return px.compile(task(dtype), optax.sgd(0.1), plan, batch(dtype=dtype))
 
 
@@ -76,13 +76,14 @@ KEYS = 2 * ROWS * TOKENS * KEY_HEADS * SIZE * 4
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("stream", [BLOCK, TOKENS])
 @pytest.mark.parametrize(("remat", "times"), [("none", 1), ("full", 2)])
-def test_keys_are_gathered_and_their_gradients_scattered(remat, times):
+def test_keys_are_gathered_and_their_gradients_scattered(remat, times, stream):
     """Each device gets all keys and values of its rows, and its share of their gradients.
 
     Rematerialized they are gathered again.
     """
-    program = compiled(context=4, remat=remat)
+    program = compiled(context=4, remat=remat, stream=stream)
     expected = {"all-gather": times * KEYS, "reduce-scatter": KEYS // 4}
     assert moved(program.collectives()) == expected == moved(program.planned_collectives())
 
@@ -97,12 +98,13 @@ def test_keys_go_around(count):
 
 
 @pytest.mark.ci
-def test_heads_are_exchanged_for_tokens():
+@pytest.mark.parametrize("stream", [BLOCK, TOKENS])
+def test_heads_are_exchanged_for_tokens(stream):
     """Queries, keys, values and what is attended, forward and backward."""
     count = 2
     share = ROWS * TOKENS * SIZE * 4 // count  # of one head
     expected = {"all-to-all": 2 * share * (2 * HEADS + 2 * KEY_HEADS)}
-    program = compiled(context=count, context_strategy="heads")
+    program = compiled(context=count, context_strategy="heads", stream=stream)
     assert moved(program.collectives()) == expected == moved(program.planned_collectives())
 
 
@@ -125,6 +127,34 @@ def test_heads_are_exchanged_within_groups_and_keys_between(count, rest):
     assert apart.pop("all-to-all") == (2, 1)
     assert {apart[kind] for kind in expected if kind in apart} == {(groups, 2)}
     assert apart["all-reduce"] is None
+
+
+WORDS = 40
+
+
+def loss_of_words(params, batch, keys):
+    """The cross entropy of the next token."""
+    x = params["table"][batch["tokens"][:, :-1]]
+    scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", x, x))
+    logits = jnp.einsum("bts,bsd->btd", scores, x) @ params["table"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean(1)
+
+
+@pytest.mark.parametrize(("strategy", "rows"), [("gather", ROWS), ("heads", ROWS // 2)])
+def test_gradients_of_logits_are_those_of_a_devices_tokens(strategy, rows):
+    """They are added to zeros of the labels' places, which no device needs of all tokens.
+
+    Of rows that are exchanged as heads are, the keys of half are gathered.
+    """
+    words = px.Task(init=lambda key: {"table": jnp.ones((WORDS, 8))}, loss=loss_of_words)
+    tokens = {"tokens": np.zeros((ROWS, TOKENS + 1), np.int32)}
+    plan = px.Plan(context=4, context_strategy=strategy, stream=TOKENS)
+    program = px.compile(words, optax.sgd(0.1), plan, tokens)
+    text = program.compiled_step.as_text()
+    assert f"f32[{ROWS},{TOKENS // 4},{WORDS}]" in text
+    assert f"f32[{ROWS},{TOKENS},{WORDS}]" not in text
+    gathered = [one.bytes for one in program.collectives() if one.kind == "all-gather"]
+    assert gathered == [rows * TOKENS * 8 * 4]  # keys, and no labels
 
 
 @pytest.mark.ci

@@ -61,7 +61,7 @@ def step(attention, **fields):
     params, batch = inputs()
     task = px.Task(init=lambda key: params, loss=loss_of(attention))
     batch = jax.tree.map(np.asarray, batch)
-    program = px.compile(task, optax.sgd(0.1), px.Plan(stream=BLOCK, **fields), batch)
+    program = px.compile(task, optax.sgd(0.1), px.Plan(**{"stream": BLOCK} | fields), batch)
     state, metrics = program.step(program.init(seed=0), batch)
     return program, metrics["loss"], program.to_canonical(state).params
 
@@ -128,6 +128,25 @@ def test_heads_are_exchanged_within_groups_of_devices(attention, strategy, count
 @pytest.mark.parametrize("strategy", BETWEEN)
 def test_any_attention_within_groups_equals_one_device(attention, strategy):
     assert_equal_to_one_device(attention, context=8, context_strategy=strategy)
+
+
+LOOPS = {forms.dropout, forms.dropout_before_the_quotient, forms.in_a_loop_over_layers}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("attention", "way"),
+    in_turns(forms.VARIANTS, [("gather", 2), ("heads", 2), ("heads", 8), ("heads+ring", 2)]),
+    ids=lambda value: value.__name__ if callable(value) else "-".join(map(str, value)),
+)
+def test_a_block_of_all_keys_is_attention_as_it_is_written(attention, way):
+    """Of 8 devices 2 exchange heads, and keys are gathered over 4 groups of them."""
+    strategy, count = way
+    program = assert_equal_to_one_device(
+        attention, context=count, context_strategy=strategy, stream=TOKENS
+    )
+    loops = [line for line in program.compiled_step.as_text().splitlines() if " while(" in line]
+    assert attention in LOOPS or not loops
 
 
 def of_fewer_heads(heads):

@@ -116,6 +116,10 @@ class Context:
         sizes = region.size, region.tokens[1]
         return all(size % self.devices == 0 for size in sizes)
 
+    def gathers(self, region: Region) -> bool:
+        """Whether all of a region's keys, of some heads, come to a device at once."""
+        return self.splits(region) and not (self.in_ring and self.groups(region) > 1)
+
     def of_inputs(self, region: Region, queries: Queries, arrays: Sequence[Array]) -> list[Array]:
         """Return a region's inputs, split over `context` by tokens, and then by heads if asked."""
         (tokens, _), (head, group) = region.tokens, self._heads(region)
@@ -168,10 +172,21 @@ class Context:
         arrays = iter(known)
         return [None if x is None else next(arrays) for x in stacks]
 
-    def of_places(self, region: Region, places: Array, label: int) -> Array:
-        """Return the places along a dim, split over groups if its label is that of tokens."""
-        split = label == region.tokens[0] and self.groups(region) > 1
-        return over_context(places, 0, "groups") if split else places
+    def of_queries(self, region: Region, labels: Sequence[int], array: Array) -> Array:
+        """Return what attention computes, by the labels of its dims, its queries split over
+        groups."""
+        tokens = region.tokens[0]
+        if tokens not in labels or self.groups(region) == 1:
+            return array
+        return over_context(array, labels.index(tokens), "groups")
+
+    def with_keys(self, region: Region, arrays: Sequence[Array]) -> list[Array]:
+        """Return a region's inputs, those of keys with the keys of all groups."""
+        one_group, keys = self.groups(region) == 1, [key for _, key in region.inputs]
+        return [
+            array if one_group or key is None else over_context(array, None, "groups")
+            for array, key in zip(arrays, keys, strict=True)
+        ]
 
     def _heads(self, region: Region) -> tuple[int | None, int]:
         """Return the label of the heads that are exchanged for tokens, and among how many devices;

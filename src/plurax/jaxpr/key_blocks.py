@@ -423,7 +423,7 @@ class KeyBlocks:
         that a device has. An array of all would be held by each."""
         if self._context is None:
             return places
-        return self._context.of_places(self.region, places, self.region.labels[var][dim])
+        return self._context.of_queries(self.region, (self.region.labels[var][dim],), places)
 
     def _reduced(self, eqn: Any, arrays: Sequence[Array]) -> Array:
         """Apply a reduction, or a product that contracts the dim, to a block; sums are wide."""

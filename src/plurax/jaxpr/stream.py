@@ -23,6 +23,7 @@ import jax
 from jaxtyping import Array, PyTree
 
 from plurax import errors
+from plurax.jaxpr.as_written import as_written
 from plurax.jaxpr.attention_kernels import calls_kernel, kernel_of
 from plurax.jaxpr.bodies import Body, Regions, by_jaxpr
 from plurax.jaxpr.context import Context
@@ -153,6 +154,9 @@ def _regions_of(options: StreamOptions) -> Regions:
     ) -> Sequence[Any]:
         if isinstance(region, KernelRegion):
             return [_by_kernel(region, options, *(values[var] for var in region.reads()))]
+        if context is not None and options.size >= region.size and context.gathers(region):
+            options.groups.add(context.devices // context.groups(region))
+            return as_written(region, context, body.eqns, values)
         queries = functools.partial(
             seen_queries, eqns=body.eqns, inputs=body.inputs, constants=body.constants
         )

@@ -302,8 +302,7 @@ def _rows_set(
     table, indices, rows = inputs
     roles = _scattered(table, rows, eqn.params["dimension_numbers"])
     table_dims = _dims_of_table(context, table, roles, wanted)
-    if any(one.data_varying for one in inputs):
-        table_dims = tuple(tuple(a for a in entry if a not in REPLICAS) for entry in table_dims)
+    table_dims = _without_replicas(context, inputs, roles, table_dims)
     row_entries: list[Entry] = [()] * len(rows.shape)
     index_entries: list[Entry] = [()] * len(indices.shape)
     for dim, row_dim in roles.window.items():
@@ -319,6 +318,23 @@ def _rows_set(
     spec = result(context, eqn, inputs, target)
     take = functools.partial(_add_own, context.axes, eqn, roles, table_dims, table.shape, ())
     return Decision(operands, (spec,), take)
+
+
+def _without_replicas(
+    context: RuleContext, inputs: Sequence[ValueVersions], roles: Roles, table: tuple[Entry, ...]
+) -> tuple[Entry, ...]:
+    """Return a table's dims without the axes of replicas, if what it is given is of the batch.
+
+    Those that split the indices' batch dims stay: tokens, of which each device has its own.
+    """
+    if not any(value.data_varying for value in inputs):
+        return table
+    own = context.reduced(inputs[1]).dims
+    tokens = {dim: own[index_dim] for dim, index_dim in roles.batch.items()}
+    return tuple(
+        tuple(a for a in entry if a not in REPLICAS or a in tokens.get(dim, ()))
+        for dim, entry in enumerate(table)
+    )
 
 
 def _split_table(context: RuleContext, eqn: Any, inputs: Sequence[ValueVersions]) -> TensorSharding:
@@ -359,8 +375,7 @@ def _rows_added(
     roles = _scattered(table, rows, eqn.params["dimension_numbers"])
     table_dims = _dims_of_table(context, table, roles, wanted)
     # Rows of the batch are added on each device; over `data` the result is reduced later.
-    if any(one.data_varying for one in inputs):
-        table_dims = tuple(tuple(a for a in entry if a not in REPLICAS) for entry in table_dims)
+    table_dims = _without_replicas(context, inputs, roles, table_dims)
     index_dim_of = {row_dim: dim for dim, row_dim in roles.rows_of.items()}
     # Deferred rows can be created in any sharding.
     anywhere = rows.deferred is not None and rows.deferred.free is None
