@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -266,21 +267,42 @@ def test_attention_is_computed_in_blocks_where_it_fits_in_no_other_way():
 @pytest.mark.ci
 @pytest.mark.parametrize("memory", ["80MB", "12MB"])
 def test_tokens_are_split_where_no_plan_is_faster(memory):
-    """Of one row halves fit in 80 MB, and in 12 quarters whose keys go around a ring."""
+    """Of one row halves fit in 80 MB, and in 12 quarters whose keys go around a ring.
+
+    Blocks are of at least 512 keys.
+    """
     task, optimizer = models.attention_task(64, 4), optax.sgd(0.1)
     batch = {"x": jax.ShapeDtypeStruct((1, 4096, 64), "float32")}
     pinned = {"tensor": 1, "pipeline": 1, "zero": 0, "remat": "full"}
     found = searched_for(task, optimizer, batch, pinned, memory)
     fitting = []
-    for context in (1, 2, 4):
+    sizes = {STREAM, found.best.stream}
+    for context, size in itertools.product((1, 2, 4), sizes):
         for strategy in ("gather", "ring", "heads", "heads+ring"):
-            plan = px.Plan(context=context, context_strategy=strategy, remat="full", stream=STREAM)
+            plan = px.Plan(context=context, context_strategy=strategy, remat="full", stream=size)
             estimate = px.estimate(task, optimizer, plan, batch, SLOW)
             if estimate.peak + estimate.margin <= found.memory:
                 fitting.append(estimate.seconds)
     assert found.ranked[0].seconds == min(fitting)
     assert found.best.context == 4
     assert found.ranked[0].memory <= found.memory
+
+
+def test_tokens_of_fewer_rows_than_devices_are_split_though_they_fit():
+    """Attention is as it is written, and no plan of one row on four devices is faster."""
+    task, optimizer = models.attention_task(64, 4), optax.sgd(0.1)
+    batch = {"x": jax.ShapeDtypeStruct((1, 256, 64), "float32")}
+    pinned = {"pipeline": 1, "tensor": 1, "zero": 0, "remat": "none"}
+    found = searched_for(task, optimizer, batch, pinned)
+    seconds = [
+        px.estimate(task, optimizer, plan, batch, SLOW).seconds
+        for strategy in ("gather", "ring", "heads")
+        for plan in [px.Plan(context=4, context_strategy=strategy, stream=256)]
+    ]
+    assert (found.best.context, found.best.stream) == (4, 256)
+    assert found.ranked[0].seconds == min(seconds)
+    whole = searched_for(task, optimizer, batch, pinned | {"context": 1})
+    assert 2 * found.ranked[0].seconds < whole.ranked[0].seconds
 
 
 @pytest.mark.ci

@@ -3,22 +3,21 @@
 import dataclasses
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jaxtyping import PyTree
 
 from plurax import errors, tree
-from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import initial
 from plurax.execute.rows import abstract_rows
 from plurax.jaxpr.context import Context
-from plurax.jaxpr.interpret import all_equations
-from plurax.jaxpr.key_blocks import STREAMED
-from plurax.jaxpr.stream import streamed, tokens_of_arguments
+from plurax.jaxpr.stream import attention_keys, streamed, tokens_of_arguments
 from plurax.plan import Plan
 from plurax.task import Layer, Stack, Task
 from plurax.whole_batch import OverBatch
+
+Result = TypeVar("Result")
 
 
 def streamed_task(
@@ -59,20 +58,12 @@ def transformed_task(task: Task, transform: Callable[[Callable[..., Any], str], 
     )
 
 
-def has_attention(task: Task, batch: PyTree, block: int) -> bool:
-    """Return whether the loss of a task has attention to more than `block` keys, which is streamed.
+def most_keys(task: Task, batch: PyTree) -> int:
+    """Return the most keys of attention in the loss of a task, 0 without any.
 
     `batch`: as `jax.ShapeDtypeStruct`s.
     """
-    states = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", errors.StreamWarning)
-        fun = gradient(streamed_task(task, block), "float32")
-        closed = jax.make_jaxpr(fun)(*states, abstract_rows(batch))
-    return any(
-        eqn.primitive.name == "name" and eqn.params["name"] == STREAMED
-        for eqn in all_equations(closed.jaxpr)
-    )
+    return _of_loss(attention_keys, task, batch)
 
 
 def tokens_of_parameters(task: Task, batch: PyTree, plan: Plan) -> dict[str, set[int]]:
@@ -85,17 +76,25 @@ def tokens_of_parameters(task: Task, batch: PyTree, plan: Plan) -> dict[str, set
     """
     if plan.context == 1 or plan.stream is None:
         return {}
+    context, block = Context(plan.context, plan.context_strategy), plan.stream
+
+    def tokens(loss: Callable[..., Any], *args: PyTree) -> list[set[int]]:
+        return tokens_of_arguments(loss, block, context, *args)
+
+    params, _ = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
+    dims = _of_loss(tokens, task, batch)
+    return dict(zip(tree.named_leaves(params), dims, strict=False))  # parameters come first
+
+
+def _of_loss(read: Callable[..., Result], task: Task, batch: PyTree) -> Result:
+    """Return `read(loss, *args)` for the loss of a task, and the shapes of its arguments."""
     params, model_state = jax.eval_shape(lambda: initial(task, jax.random.key(0)))
     rows = abstract_rows(batch)
     states = (model_state,) if task.stateful else ()
     extra = (rows.mask,) if task.coupled else ()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", errors.StreamWarning)
-        dims = tokens_of_arguments(
-            task.loss, plan.stream, Context(plan.context, plan.context_strategy),
-            params, *states, rows.batch, rows.keys, *extra,
-        )  # fmt: skip
-    return dict(zip(tree.named_leaves(params), dims, strict=False))  # parameters come first
+        return read(task.loss, params, *states, rows.batch, rows.keys, *extra)
 
 
 def _stack(stack: Stack, transformed: Callable[..., Any]) -> Stack:

@@ -114,6 +114,24 @@ def streamed(
     return over_tokens(fun, functools.partial(_traced, fun, options), context.devices)
 
 
+def attention_keys(fun: Callable[..., PyTree], *args: PyTree) -> int:
+    """Return the most keys of attention in a function, by equations or a kernel; 0 without any.
+
+    **Arguments:** as for `streamed`; `args`, as `jax.ShapeDtypeStruct`s.
+    """
+    sizes, options = [0], StreamOptions(1, None, skip=False)
+
+    def find(body: Body) -> list[Region]:
+        regions = _regions(body.eqns, body.results, body.of_rows, options)
+        kernels = [(eqn, kernel_of(eqn)) for eqn in body.eqns]
+        sizes.extend(region.size for region in regions)
+        sizes.extend(KernelRegion(e, kernel).tokens[1] for e, kernel in kernels if kernel)
+        return []
+
+    jax.eval_shape(by_jaxpr(fun, Regions(find, lambda *_: [], _has_attention).evaluate), *args)
+    return max(sizes)
+
+
 def tokens_of_arguments(
     fun: Callable[..., PyTree], block: int, context: Context, *args: PyTree
 ) -> list[set[int]]:

@@ -13,17 +13,19 @@ models whose parameters need it. 16 layers 2,048 wide, 2 rows of 131,072 tokens,
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 from plurax import errors
 from plurax.execute.placement import leading_dim
-from plurax.execute.transformed_task import has_attention
+from plurax.execute.transformed_task import most_keys
 from plurax.machine import Machine
+from plurax.plan import ContextStrategy
 from plurax.planner.found import Found
 from plurax.planner.sizes import doublings
 from plurax.planner.wanted import Wanted
 
 STREAM = 512
-"""Keys of a block of attention, in plans for what fits in no other way."""
+"""Keys of a block of attention, the fewest, in plans for what fits in no other way."""
 
 Search = Callable[[Wanted], Found]
 
@@ -33,18 +35,23 @@ def search_in_blocks(
 ) -> list[Found]:
     """Return `results`, and what else is found with attention in blocks and split tokens.
 
-    Both are looked at where there are no results, or a plan holds that has blocks: for every model
-    they would take several times the evaluations. Tokens are split where a device would have less
-    than a row, or none fits; over more devices as long as plans get faster. Raises `PlanError`,
-    that of the most devices, if none fits; returns nothing where the task has no attention.
+    Blocks are looked at where there are no results, or a plan holds that has them: for every model
+    they would take several times the evaluations. So are tokens over devices, and where there are
+    fewer rows than devices: over more of them as long as plans get faster. Raises `PlanError`, that
+    of the most devices, if none fits; returns nothing where the task has no attention.
     """
     held, block = "stream" in wanted.fields, wanted.pinned.stream or STREAM
-    if (wanted.pinned.stream is None) if held else results:
+    rows, devices = leading_dim(wanted.batch), machine.devices
+    if (wanted.pinned.stream is None) if held else results and rows >= devices:
         return results
-    if wanted.members is not None or not has_attention(wanted.task, wanted.batch, block):
+    keys = 0 if wanted.members is not None else most_keys(wanted.task, wanted.batch)
+    if keys <= (0 if results else block):
         return results
     refusal: errors.PlanError | None = None
-    if not held:
+    first: ContextStrategy = "ring"  # which holds least
+    if not held and results:  # it fits as it is written
+        wanted, first = wanted.holding(stream=keys), "gather"
+    elif not held:
         wanted = wanted.holding(stream=block)
         try:
             results = [search(wanted)]
@@ -52,14 +59,14 @@ def search_in_blocks(
             refusal = error
     held_context = {"context", "context_strategy"}.intersection(wanted.fields)
     others = wanted.pinned.data * wanted.pinned.pipeline * wanted.pinned.tensor
-    splits = [] if held_context else doublings(machine.devices // others)[1:]
+    splits = [] if held_context else doublings(devices // others)[1:]
     if results:
-        splits = [n for n in splits if machine.devices // n <= leading_dim(wanted.batch)]
+        splits = [n for n in splits if devices // n <= rows]
         wanted = wanted.unless_held(tensor=1, pipeline=1)
     for split in splits:
         before = _fastest(results)
         try:
-            results = [*results, *_over(split, wanted, search)]
+            results = [*results, *_over(split, wanted, first, search)]
         except errors.PlanError as error:
             refusal = error
             continue
@@ -67,18 +74,35 @@ def search_in_blocks(
             break
     if refusal is not None and not results:
         raise refusal
+    return results if held else _with_larger_blocks(keys, wanted, results, search)
+
+
+def _over(split: int, wanted: Wanted, first: ContextStrategy, search: Search) -> list[Found]:
+    """Search plans with tokens over so many devices, and the best of these with the other ways in
+    which queries meet keys."""
+    wanted = wanted.holding(context=split, context_strategy=first)
+    results = [search(wanted)]
+    for strategy in get_args(ContextStrategy):
+        if strategy != first:
+            plan = vars(results[0].best) | {"context_strategy": strategy}
+            with contextlib.suppress(errors.PlanError):
+                results.append(search(wanted.holding(**plan)))
     return results
 
 
-def _over(split: int, wanted: Wanted, search: Search) -> list[Found]:
-    """Search plans with tokens over so many devices: a ring of keys, which holds least, and the
-    best of these with keys gathered, and with heads exchanged."""
-    ring = wanted.holding(context=split, context_strategy="ring")
-    results = [search(ring)]
-    for strategy in ("gather", "heads", "heads+ring"):
-        plan = vars(results[0].best) | {"context_strategy": strategy}
-        with contextlib.suppress(errors.PlanError):
-            results.append(search(ring.holding(**plan)))
+def _with_larger_blocks(
+    keys: int, wanted: Wanted, results: list[Found], search: Search
+) -> list[Found]:
+    """Return `results`, and the fastest with blocks of twice as many keys while it gets faster."""
+    fastest = min(results, key=lambda found: found.ranked[0].seconds).best
+    with contextlib.suppress(errors.PlanError):
+        while fastest.stream is not None and fastest.stream < keys:
+            before = _fastest(results)
+            plan = vars(fastest) | {"stream": 2 * fastest.stream}
+            results = [*results, search(wanted.holding(**plan))]
+            if _fastest(results) >= before:
+                break
+            fastest = results[-1].best
     return results
 
 
