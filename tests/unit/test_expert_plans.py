@@ -493,6 +493,42 @@ def test_of_small_stages_the_plan_by_hand_is_found(free):
     assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9)
 
 
+def points(rows):
+    """A network of points, each through the same layers, and what is largest of them.
+
+    XLA fuses most of what a bound counts as traffic.
+    """
+    widths = (3, 64, 64, 128, 1024)
+
+    def init(key):
+        shapes = zip([*widths, 256], [*widths[1:], 256, 40], strict=True)
+        return [{"w": jnp.zeros(shape), "b": jnp.zeros(shape[1])} for shape in shapes]
+
+    def loss(params, batch, keys):
+        x = batch["x"]
+        for layer in params[:4]:
+            x = jax.nn.relu(x @ layer["w"] + layer["b"][None, None])
+        x = jax.nn.relu(x.max(1) @ params[4]["w"] + params[4]["b"][None])
+        return ((x @ params[5]["w"] + params[5]["b"][None] - batch["y"]) ** 2).sum(-1)
+
+    shapes = {"x": (rows, 2048, 3), "y": (rows, 40)}
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    return px.Task(init=init, loss=loss), batch
+
+
+B200 = px.Machine.preset("8xB200-180GB")
+
+
+@pytest.mark.ci
+def test_the_best_plan_is_no_slower_than_its_estimate():
+    """With few strategies it would send and touch no more, but start more kernels."""
+    task, batch = points(4096)
+    pinned = ALONE | {"tensor": 8}
+    found = px.search(task, optax.adam(1e-3), batch, B200, pinned=pinned, count=1)
+    best = px.estimate(task, optax.adam(1e-3), found.best, batch, B200)
+    assert best.seconds <= found.ranked[0].seconds * (1 + 1e-9)
+
+
 if __name__ == "__main__":
     write()
 

@@ -81,17 +81,16 @@ class Found:
     def plan(self, rank: int) -> Plan:
         """Return a plan of the ranking, 1 the fastest, with as few strategies as it needs.
 
-        These are found along `tensor` alone. What is split over `data`, too, may need others: then
-        the plan has all of them, as it was estimated.
+        These are found by what a device sends, touches and computes. Where it starts more kernels,
+        or sends more over `data`, the plan has all of them, as it was estimated.
         """
         ranked = self.ranked[rank - 1]
         if self.shardings is None or self.estimated is None:
             return ranked.candidate
         plan = self.shardings.plan(ranked.candidate, fewest=True)
-        split = plan.zero and plan.data > 1 and plan.strategies != ranked.plan.strategies
-        if split and self.estimated(plan).seconds > ranked.seconds * (1 + 1e-9):
-            return ranked.plan
-        return plan
+        fewer = plan.strategies != ranked.plan.strategies
+        slower = fewer and self.estimated(plan).seconds > ranked.seconds * (1 + 1e-9)
+        return ranked.plan if slower else plan
 
     @property
     def estimate(self) -> Estimate:
