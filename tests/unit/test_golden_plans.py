@@ -150,12 +150,13 @@ def test_rematerialization_is_found_where_only_it_fits():
 
 @pytest.mark.ci
 def test_a_pipeline_is_found_where_only_it_fits():
-    """One row: no rows to split over `data`; tensors are to stay whole."""
+    """One row: no rows to split over `data`; tensors and tokens are to stay whole."""
     task = block_task(4)
     batch = {
         name: jax.ShapeDtypeStruct((1, *one.shape[1:]), one.dtype) for name, one in TEXT.items()
     }
     alone = px.estimate(task, optax.adam(1e-3), Plan(remat="full"), batch, A100).peak
-    best = found(task, batch, pinned={"tensor": 1, "remat": "full"}, memory=0.7 * alone).best
+    pinned = {"tensor": 1, "context": 1, "remat": "full"}
+    best = found(task, batch, pinned=pinned, memory=0.7 * alone).best
     assert best.pipeline > 1
     assert best.data == best.tensor == 1

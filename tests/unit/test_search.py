@@ -288,6 +288,18 @@ def test_tokens_are_split_where_no_plan_is_faster(memory):
     assert found.ranked[0].memory <= found.memory
 
 
+@pytest.mark.ci
+def test_attention_of_long_sequences_is_computed_in_blocks_though_it_fits():
+    task, optimizer = models.attention_task(64, 4), optax.sgd(0.1)
+    batch = {"x": jax.ShapeDtypeStruct((4, 8192, 64), "float32")}
+    pinned = {"tensor": 1, "pipeline": 1, "zero": 0, "remat": "full"}
+    found = searched_for(task, optimizer, batch, pinned, "4GB")
+    whole = searched_for(task, optimizer, batch, pinned | {"stream": None}, "4GB")
+    assert (found.best.data, found.best.context) == (4, 1)
+    assert found.best.stream >= STREAM
+    assert found.ranked[0].seconds < whole.ranked[0].seconds
+
+
 def test_tokens_of_fewer_rows_than_devices_are_split_though_they_fit():
     """Attention is as it is written, and no plan of one row on four devices is faster."""
     task, optimizer = models.attention_task(64, 4), optax.sgd(0.1)

@@ -58,8 +58,8 @@ def transformed_task(task: Task, transform: Callable[[Callable[..., Any], str], 
     )
 
 
-def most_keys(task: Task, batch: PyTree) -> int:
-    """Return the most keys of attention in the loss of a task, 0 without any.
+def most_keys(task: Task, batch: PyTree) -> tuple[int, int]:
+    """Return the most keys of attention by the equations of a task's loss, and by kernels.
 
     `batch`: as `jax.ShapeDtypeStruct`s.
     """

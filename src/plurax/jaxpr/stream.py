@@ -114,22 +114,22 @@ def streamed(
     return over_tokens(fun, functools.partial(_traced, fun, options), context.devices)
 
 
-def attention_keys(fun: Callable[..., PyTree], *args: PyTree) -> int:
-    """Return the most keys of attention in a function, by equations or a kernel; 0 without any.
+def attention_keys(fun: Callable[..., PyTree], *args: PyTree) -> tuple[int, int]:
+    """Return the most keys of attention by a function's equations, and by kernels; 0 without any.
 
     **Arguments:** as for `streamed`; `args`, as `jax.ShapeDtypeStruct`s.
     """
-    sizes, options = [0], StreamOptions(1, None, skip=False)
+    written, of_kernels, options = [0], [0], StreamOptions(1, None, skip=False)
 
     def find(body: Body) -> list[Region]:
         regions = _regions(body.eqns, body.results, body.of_rows, options)
         kernels = [(eqn, kernel_of(eqn)) for eqn in body.eqns]
-        sizes.extend(region.size for region in regions)
-        sizes.extend(KernelRegion(e, kernel).tokens[1] for e, kernel in kernels if kernel)
+        written.extend(region.size for region in regions)
+        of_kernels.extend(KernelRegion(e, kernel).tokens[1] for e, kernel in kernels if kernel)
         return []
 
     jax.eval_shape(by_jaxpr(fun, Regions(find, lambda *_: [], _has_attention).evaluate), *args)
-    return max(sizes)
+    return max(written), max(of_kernels)
 
 
 def tokens_of_arguments(

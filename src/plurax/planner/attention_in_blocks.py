@@ -15,6 +15,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import get_args
 
+import jax
+from jaxtyping import PyTree
+
 from plurax import errors
 from plurax.execute.placement import leading_dim
 from plurax.execute.transformed_task import most_keys
@@ -27,6 +30,9 @@ from plurax.planner.wanted import Wanted
 STREAM = 512
 """Keys of a block of attention, the fewest, in plans for what fits in no other way."""
 
+LONG = 8192
+"""Keys for which blocks are looked at although whole arrays of queries by keys fit."""
+
 Search = Callable[[Wanted], Found]
 
 
@@ -35,32 +41,38 @@ def search_in_blocks(
 ) -> list[Found]:
     """Return `results`, and what else is found with attention in blocks and split tokens.
 
-    Blocks are looked at where there are no results, or a plan holds that has them: for every model
-    they would take several times the evaluations. So are tokens over devices, and where there are
-    fewer rows than devices: over more of them as long as plans get faster. Raises `PlanError`, that
-    of the most devices, if none fits; returns nothing where the task has no attention.
+    Blocks are looked at where there are no results, a plan holds that has them, or sequences are
+    `LONG`: for every model they would take several times the evaluations. Tokens over devices are
+    where there are fewer rows than devices, or no results: over more of them as long as plans get
+    faster. Raises `PlanError`, that of the most devices, if none fits; returns `results` where the
+    task has no attention.
     """
-    held, block = "stream" in wanted.fields, wanted.pinned.stream or STREAM
+    held, block, fits = "stream" in wanted.fields, wanted.pinned.stream or STREAM, bool(results)
     rows, devices = leading_dim(wanted.batch), machine.devices
-    if (wanted.pinned.stream is None) if held else results and rows >= devices:
+    few = rows < devices
+    if (wanted.pinned.stream is None) if held else fits and not few and not _is_long(wanted.batch):
         return results
-    keys = 0 if wanted.members is not None else most_keys(wanted.task, wanted.batch)
-    if keys <= (0 if results else block):
+    members = wanted.members is not None
+    written, of_kernels = (0, 0) if members else most_keys(wanted.task, wanted.batch)
+    keys, in_blocks = max(written, of_kernels), written >= LONG if fits else written > block
+    if not (keys if held or (fits and few) else in_blocks):
         return results
     refusal: errors.PlanError | None = None
     first: ContextStrategy = "ring"  # which holds least
-    if not held and results:  # it fits as it is written
-        wanted, first = wanted.holding(stream=keys), "gather"
-    elif not held:
+    if not held and in_blocks:
         wanted = wanted.holding(stream=block)
         try:
-            results = [search(wanted)]
+            results = [*results, search(wanted)]
         except errors.PlanError as error:
             refusal = error
+    elif not held:  # it fits as it is written
+        wanted, first = wanted.holding(stream=keys), "gather"
     held_context = {"context", "context_strategy"}.intersection(wanted.fields)
     others = wanted.pinned.data * wanted.pinned.pipeline * wanted.pinned.tensor
     splits = [] if held_context else doublings(devices // others)[1:]
-    if results:
+    if fits and not held and not few:
+        splits = []
+    elif results:
         splits = [n for n in splits if devices // n <= rows]
         wanted = wanted.unless_held(tensor=1, pipeline=1)
     for split in splits:
@@ -74,7 +86,7 @@ def search_in_blocks(
             break
     if refusal is not None and not results:
         raise refusal
-    return results if held else _with_larger_blocks(keys, wanted, results, search)
+    return results if held else _with_larger_blocks(written, wanted, results, search)
 
 
 def _over(split: int, wanted: Wanted, first: ContextStrategy, search: Search) -> list[Found]:
@@ -88,6 +100,11 @@ def _over(split: int, wanted: Wanted, first: ContextStrategy, search: Search) ->
             with contextlib.suppress(errors.PlanError):
                 results.append(search(wanted.holding(**plan)))
     return results
+
+
+def _is_long(batch: PyTree) -> bool:
+    """Whether any dim of a batch but the first may be one of a long sequence."""
+    return any(size >= LONG for x in jax.tree.leaves(batch) for size in x.shape[1:])
 
 
 def _with_larger_blocks(

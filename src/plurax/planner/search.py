@@ -157,6 +157,7 @@ def search(
         raise refusal
     return dataclasses.replace(
         min(results, key=lambda one: one.ranked[0].seconds),
+        candidates=sum(one.candidates for one in results),
         least_left=min(one.least_left for one in results),
         least_expected=min(one.least_expected for one in results),
         evaluations=in_vain + sum(one.evaluations for one in results),
@@ -445,9 +446,8 @@ class _Search:
         sizes = candidate.sizes
         try:
             # To make a plan takes longer than all else, and there may be a hundred thousand.
-            if self._shardings.has_solved(sizes.tensor, sizes.remat) and self._shardings.is_solved(
-                candidate.plan
-            ):
+            solver = self._shardings
+            if solver.has_solved(sizes.tensor, sizes.remat) and solver.is_solved(candidate.plan):
                 return "look"
         except errors.PlanError:
             return "look"  # which refuses it
