@@ -152,8 +152,7 @@ def search(
         results = search_in_blocks(machine, wanted, results, again)
     except errors.PlanError as error:
         refusal = error  # what comes nearest is among these
-    if not results:
-        assert refusal is not None
+    if refusal is not None and not results:
         raise refusal
     return dataclasses.replace(
         min(results, key=lambda one: one.ranked[0].seconds),
