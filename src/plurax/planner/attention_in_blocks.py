@@ -28,7 +28,7 @@ from plurax.planner.sizes import doublings
 from plurax.planner.wanted import Wanted
 
 STREAM = 512
-"""Keys of a block of attention, the fewest, in plans for what fits in no other way."""
+"""Keys of a block of attention, the fewest that a search looks at."""
 
 LONG = 8192
 """Keys for which blocks are looked at although whole arrays of queries by keys fit."""
