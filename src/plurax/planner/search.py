@@ -113,8 +113,8 @@ def search(
 
     **Returns:** the ranked plans; where none fits, or sequences are long, with attention in blocks,
     and tokens over devices if faster (`planner/attention_in_blocks.py`). Raises `PlanError` if none
-    of these fits either, and says what comes nearest, and `TaskError` for a loss that mixes examples
-    and does not say so, as `compile`.
+    of these fits, and says what comes nearest, and `TaskError` for a loss that mixes examples and
+    does not say so, as `compile`.
     """
     fields = [] if pinned is None else pinned_fields(pinned)
     pinned = Plan(**pinned) if isinstance(pinned, Mapping) else pinned or Plan()
