@@ -66,7 +66,7 @@ from matplotlib.figure import Figure
 
 import plurax as px
 from tests.promotion import forbid_promotion, promotion
-from tests.tiers import mark, unmatched
+from tests.tiers import mark, takes_turn, unmatched
 from tests.typecheck import check_public_names
 
 px.virtual_devices(8)
@@ -121,6 +121,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(
                 "tests/tiers.toml: no such test of `make test`: " + "; ".join(lines[:9])
             )
+    if turn := os.environ.get("PLURAX_TEST_TURN"):
+        waiting = [
+            item for item in items
+            if item.get_closest_marker("ci") and not item.get_closest_marker("gangs")
+            and not takes_turn(item.nodeid, turn)
+        ]  # fmt: skip
+        config.hook.pytest_deselected(items=waiting)
+        items[:] = [item for item in items if item not in {*waiting}]
 
 
 @pytest.fixture(scope="module")

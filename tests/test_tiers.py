@@ -6,10 +6,12 @@ import re
 import subprocess
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.tiers import TIERS, in_turns, mark, unmatched
+from tests.conftest import pytest_collection_modifyitems
+from tests.tiers import TIERS, in_turns, mark, takes_turn, unmatched
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -61,6 +63,42 @@ def test_a_line_of_the_tiers_that_says_nothing_is_named():
     nothing = {**TABLE, "shown": {"unit/test_a.py": {"test_b": []}}}
     assert unmatched(every, shown, nothing) == ["unit/test_a.py::test_b[no case is named]"]
     assert unmatched(["tests/unit/test_z.py::test_b"], [], TABLE) == []
+
+
+def test_in_three_turns_each_function_runs_once_with_all_its_cases():
+    names = [f"tests/unit/test_a.py::test_{number}" for number in range(300)]
+    turns = [[name for name in names if takes_turn(name, f"{turn}/3")] for turn in (1, 2, 3)]
+    assert sorted(itertools.chain(*turns)) == sorted(names)
+    assert all(len(turn) > 80 for turn in turns)
+    assert all(takes_turn(f"{turns[1][0]}[case {case}]", "2/3") for case in range(9))
+
+
+class Item:
+    """A test that pytest has collected."""
+
+    def __init__(self, nodeid, *marks):
+        self.nodeid, self.marks = nodeid, {*marks}
+
+    def get_closest_marker(self, name):
+        return name if name in self.marks else None
+
+    def add_marker(self, name):
+        self.marks.add(name)
+
+
+@pytest.mark.parametrize("turn", ["", "1/2", "2/2"])
+def test_in_a_turn_all_tests_run_but_those_of_ci_that_wait(monkeypatch, turn):
+    names = [f"tests/unit/test_a.py::test_{letter}" for letter in "abcdefgh"]
+    items = [Item("tests/unit/test_z.py::test_shown"), *(Item(name, "ci") for name in names)]
+    items += [Item(f"{name}_of_a_gang", "ci", "gangs") for name in names]
+    every, waiting = list(items), []
+    hook = SimpleNamespace(pytest_deselected=lambda items: waiting.extend(items))
+    monkeypatch.setenv("PLURAX_TEST_TURN", turn)
+    pytest_collection_modifyitems(SimpleNamespace(args=["a::b"], hook=hook), items)
+    assert [one.nodeid for one in waiting] == [
+        name for name in names if turn and not takes_turn(name, turn)
+    ]
+    assert items == [one for one in every if one not in waiting]
 
 
 def test_each_tier_has_one_command_and_ci_runs_all_but_the_slow():

@@ -6,15 +6,18 @@
     gangs    make test-gangs   processes, which wait for each other more than they compute
     slow     make test-all     the rest of large tables, and what draws many rounds
 
-`.ci/run` runs the first three. A file marks what it leaves to another command as a whole, by
-`pytestmark` or a function's `@pytest.mark.ci`. Of which cases `make test` makes do is said in
-`tests/tiers.toml`: a function that is not there runs with all of its cases.
+`.ci/run` runs the first three, of those with the mark `ci` one third: which one its commit says, so
+that each change is tried with another third, and a run can be repeated (`takes_turn`). A file marks
+what it leaves to another command as a whole, by `pytestmark` or a function's `@pytest.mark.ci`. Of
+which cases `make test` makes do is said in `tests/tiers.toml`: a function that is not there runs
+with all of its cases.
 """
 
 import collections
 import itertools
 import re
 import tomllib
+import zlib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -62,6 +65,18 @@ def mark(nodeid: str, tiers: Tiers = TIERS) -> str | None:
     if _matches(case, tiers["slow"].get(path, {}).get(name, ())):
         return "slow"
     return None if _matches(case, tiers["shown"].get(path, {}).get(name, ("*",))) else "ci"
+
+
+def takes_turn(nodeid: str, turn: str) -> bool:
+    """Whether a function's tests are run in a turn such as `2/3`: all of its cases, or none.
+
+    >>> names = [f"tests/unit/test_a.py::test_{letter}[1]" for letter in "abcdef"]
+    >>> [sum(takes_turn(name, f"{turn}/3") for name in names) for turn in (1, 2, 3)]
+    [3, 1, 2]
+    """
+    which, of = map(int, turn.split("/"))
+    path, name, _ = _parts(nodeid)
+    return zlib.crc32(f"{path}::{name}".encode()) % of == which - 1
 
 
 def unmatched(collected: Iterable[str], shown: Iterable[str], tiers: Tiers = TIERS) -> list[str]:
