@@ -96,7 +96,7 @@ environments: $(INTEGRATIONS)/.installed $(COMPILERS)/.installed $(if $(NEWEST),
 compilers: $(COMPILERS)/.installed ## install the compilers of TPUs and GPUs, which need neither
 
 test-absent: compilers ## what the compilers of TPUs and GPUs make of our programs
-	PYTHONPATH=src $(COMPILERS)/bin/python -m pytest tests/absent/test_*.py
+	PYTHONPATH=src $(COMPILERS)/bin/python -m pytest -m 'not slow' tests/absent/test_*.py
 
 test-all: setup compilers ## the tests, the slow ones too, with many more draws
 	PLURAX_TEST_PROFILE=all $(RUN)/python -m pytest -n 2 --dist loadfile -m ''

@@ -8,6 +8,8 @@ from plurax.targets import Target
 
 jax.config.update("jax_platforms", "cpu")
 
+pytestmark = pytest.mark.ci
+
 MODEL = absent.Transformer(width=512, depth=4)
 
 

@@ -7,7 +7,7 @@ import plurax as px
 from tests.hlo.test_planned_bytes import counted
 from tests.parity import test_experts as mixtures
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("x64")]
 
 
 @pytest.mark.parametrize("dispatch", mixtures.EVERY[:4], ids=mixtures.name_of)

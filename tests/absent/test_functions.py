@@ -28,6 +28,8 @@ from tests.absent.test_programs import (
 
 jax.config.update("jax_platforms", "cpu")
 
+pytestmark = pytest.mark.ci
+
 # TPUs' compiler takes half a minute for these: `make test-all`.
 MOSTLY_GPU = [pytest.param("v5e:2x2", marks=pytest.mark.slow), "4xH100"]
 FUNCTIONS = ["epoch", "gradients", "evaluate", "predict"]

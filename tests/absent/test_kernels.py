@@ -16,6 +16,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 import plurax as px
 
+pytestmark = pytest.mark.ci
+
 ROWS, TOKENS, WIDTH, HEADS, SIZE = 2, 2048, 64, 8, 128
 RANGES = 4
 

@@ -16,6 +16,8 @@ from plurax.hlo.text import parse
 
 jax.config.update("jax_platforms", "cpu")
 
+pytestmark = pytest.mark.ci
+
 MACHINES = {"v5e:2x4": 8, "H100": 1}
 WIDTHS = (16, 40, 10)
 

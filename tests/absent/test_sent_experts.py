@@ -10,6 +10,8 @@ import plurax as px
 from tests.parity import test_experts as mixtures
 from tests.parity.test_experts_over_data import SPLIT, STACKED, stack_of_mixtures
 
+pytestmark = pytest.mark.ci
+
 ROWS = mixtures.B * mixtures.T * mixtures.K // 4
 """Rows of a device."""
 

@@ -13,6 +13,8 @@ from tests.parity.test_stream_plans import TOKENS, holds_all
 
 jax.config.update("jax_platforms", "cpu")
 
+pytestmark = pytest.mark.ci
+
 
 def compiled(plan, tokens, machine):
     batch = {"x": jax.ShapeDtypeStruct((2, tokens, 128), "float32")}
