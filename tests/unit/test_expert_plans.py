@@ -213,6 +213,38 @@ def test_no_stages_by_hand_are_faster_on_512_devices():
 
 
 @pytest.mark.ci
+def test_data_parallelism_alone_is_no_faster_where_bounds_count_what_is_fused():
+    """The derivatives of a network by its inputs: its bound under `data=8` is above the best."""
+    dims = (3, 512, 512, 512, 512, 512, 512, 3)
+
+    def init(key):
+        return [{"w": jnp.zeros(pair), "b": jnp.zeros(pair[1])} for pair in zip(dims, dims[1:])]
+
+    def network(params, point):
+        for layer in params[:-1]:
+            point = jnp.tanh(point @ layer["w"] + layer["b"])
+        return point @ params[-1]["w"] + params[-1]["b"]
+
+    def residual(params, point):
+        def velocity(point):
+            return network(params, point)
+
+        slopes = jax.jacfwd(velocity)(point)
+        curves = jax.jacfwd(jax.jacfwd(velocity))(point)
+        return jnp.sum((slopes @ velocity(point) - jnp.trace(curves, axis1=1, axis2=2)) ** 2)
+
+    def loss(params, batch, keys):
+        return jax.vmap(residual, (None, 0))(params, batch["points"])
+
+    task, optimizer = allowed(px.Task(init=init, loss=loss)), optax.adam(1e-3)
+    batch = {"points": jax.ShapeDtypeStruct((65536, 3), jnp.float32)}
+    machine = px.Machine.preset("8xB200")
+    found = px.search(task, optimizer, batch, machine)
+    plain = px.estimate(task, optimizer, px.Plan(data=8), batch, machine)
+    assert found.ranked[0].seconds <= plain.seconds
+
+
+@pytest.mark.ci
 def test_on_uneven_machines_the_devices_of_the_best_plan_are_named():
     task, batch, _ = perceptron(512, 1024)
     machine, pinned = MACHINES["slow and fast"], {"tensor": 1, "remat": "none"}

@@ -48,6 +48,7 @@ from plurax.members import Members
 from plurax.mesh import abstract_mesh
 from plurax.plan import Plan, Remat
 from plurax.planner.attention_in_blocks import search_in_blocks
+from plurax.planner.beside import others_beside, plain_near
 from plurax.planner.candidate_queue import CandidateQueue
 from plurax.planner.candidates import (
     REMATS,
@@ -312,7 +313,7 @@ class _Search:
             self.slower = queue.estimated()
         self.least_expected = min([self.least_expected, *queue.expected()])
         left = self._left_out(fitting)
-        if self._best_sizes and self._look_beside(left, self._best_sizes):
+        if self._look_beside(left, fitting):
             left = self._left_out(fitting)
         self._improve()  # what was computed before an estimate may have been more than it
         self.least_left = min((least for least, _ in left), default=self._best)
@@ -324,24 +325,18 @@ class _Search:
         left = ((self._least(one), one) for one in some if one.sizes not in self._known)
         return [(least, one) for least, one in left if least < self._best]
 
-    def _look_beside(self, left: Sequence[tuple[float, CandidatePlan]], best: Sizes) -> bool:
-        """Estimate some of the candidates that were left out, and return whether any was.
-
-        One of each size of `tensor`, without stages, of which none was estimated: what is computed
-        may be a third too much. And the best under other ZeRO levels, if no effort was left.
-        """
-        known = {sizes.tensor for sizes in self._known if sizes.pipeline == 1}
-        first: dict[Any, tuple[float, CandidatePlan]] = {}
-        for least, candidate in left:
-            sizes = candidate.sizes
-            kind: Any = sizes.tensor if sizes.pipeline == 1 and sizes.tensor not in known else None
-            if self._left and sizes[:4] == best[:4] and sizes._replace(zero=best.zero) == best:
-                kind = "zero", sizes.zero
-            if kind and least < first.get(kind, (self._best,))[0]:
-                first[kind] = least, candidate
+    def _look_beside(
+        self, left: Sequence[tuple[float, CandidatePlan]], fitting: Sequence[CandidatePlan]
+    ) -> bool:
+        """Estimate some of the candidates that were left out, and return whether any was."""
+        best, zeros = self._best_sizes, self._left
+        if best is None:
+            return False
         before = self._effort.spent
-        for least, candidate in heapq.nsmallest(BESIDE, first.values(), key=lambda pair: pair[0]):
-            if self._effort.allows("beside", False) and self._may_be_faster(least, candidate):
+        plain = plain_near(fitting, self._known, _SECOND * self._best)
+        for least, candidate in [*plain, *others_beside(left, self._known, best, zeros)][:BESIDE]:
+            may = is_plain(candidate.sizes) or self._may_be_faster(least, candidate)
+            if may and self._effort.allows("beside", False):
                 result = self._computed(candidate)
                 ranked = result and self._estimated(candidate, result, "beside")
                 self.ranked += [ranked] if ranked else []
