@@ -238,7 +238,7 @@ def test_data_parallelism_alone_is_no_faster_where_bounds_count_what_is_fused():
 
     task, optimizer = allowed(px.Task(init=init, loss=loss)), optax.adam(1e-3)
     batch = {"points": jax.ShapeDtypeStruct((65536, 3), jnp.float32)}
-    machine = px.Machine.preset("8xB200")
+    machine = px.Machine.preset("8xB200-180GB")
     found = px.search(task, optimizer, batch, machine)
     plain = px.estimate(task, optimizer, px.Plan(data=8), batch, machine)
     assert found.ranked[0].seconds <= plain.seconds

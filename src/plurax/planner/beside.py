@@ -4,7 +4,7 @@ A bound counts as traffic what a compiler may fuse, and what is computed may be 
 a search that has found its best plan looks at a few others, one of each kind that was left out:
 
     of 8 devices, best data=4, tensor=2, zero=1        why
-    data=8, whose bound is 1.01 of the best            the plan that everybody knows
+    data=8, bound 1.01 of the best, computed 0.98      the plan that everybody knows
     data=2, tensor=4, no tensor=4 was estimated        what is computed may be too much
     data=4, tensor=2, zero=2, no effort was left       other ZeRO levels send otherwise
 """

@@ -335,8 +335,7 @@ class _Search:
         before = self._effort.spent
         plain = plain_near(fitting, self._known, _SECOND * self._best)
         for least, candidate in [*plain, *others_beside(left, self._known, best, zeros)][:BESIDE]:
-            may = is_plain(candidate.sizes) or self._may_be_faster(least, candidate)
-            if may and self._effort.allows("beside", False):
+            if self._effort.allows("beside", False) and self._may_be_faster(least, candidate):
                 result = self._computed(candidate)
                 ranked = result and self._estimated(candidate, result, "beside")
                 self.ranked += [ranked] if ranked else []
