@@ -11,27 +11,26 @@ models whose parameters need it. 16 layers 2,048 wide, 2 rows of 131,072 tokens,
 """
 
 import contextlib
+import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import get_args
-
-import jax
-from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.execute.placement import leading_dim
 from plurax.execute.transformed_task import most_keys
 from plurax.machine import Machine
-from plurax.plan import ContextStrategy
-from plurax.planner.found import Found
+from plurax.plan import ContextStrategy, Plan, Remat
+from plurax.planner.found import Found, Ranked
 from plurax.planner.sizes import doublings
 from plurax.planner.wanted import Wanted
 
 STREAM = 512
 """Keys of a block of attention, the fewest that a search looks at."""
 
-LONG = 8192
-"""Keys for which blocks are looked at although whole arrays of queries by keys fit."""
+_LOOKS = 2
+"""Plans that are estimated in blocks where whole arrays of queries by keys fit."""
 
 Search = Callable[[Wanted], Found]
 
@@ -41,20 +40,21 @@ def search_in_blocks(
 ) -> list[Found]:
     """Return `results`, and what else is found with attention in blocks and split tokens.
 
-    Blocks are looked at where there are no results, a plan holds that has them, or sequences are
-    `LONG`: for every model they would take several times the evaluations. Tokens over devices are
-    where there are fewer rows than devices, or no results: over more of them as long as plans get
-    faster. Raises `PlanError`, that of the most devices, if none fits; returns `results` where the
-    task has no attention.
+    Blocks are searched where there are no results, a plan holds that has them, or one that was
+    found is faster in them. Tokens over devices are where there are fewer rows than devices, or no
+    results: over more of them as long as plans get faster. Raises `PlanError`, that of the most
+    devices, if none fits; returns `results` where the task has no attention.
     """
     held, block, fits = "stream" in wanted.fields, wanted.pinned.stream or STREAM, bool(results)
     rows, devices = leading_dim(wanted.batch), machine.devices
     few = rows < devices
-    if (wanted.pinned.stream is None) if held else fits and not few and not _is_long(wanted.batch):
+    if held and wanted.pinned.stream is None:
         return results
     members = wanted.members is not None
     written, of_kernels = (0, 0) if members else most_keys(wanted.task, wanted.batch)
-    keys, in_blocks = max(written, of_kernels), written >= LONG if fits else written > block
+    keys, in_blocks = max(written, of_kernels), written > block
+    if in_blocks and fits and not held:
+        results, in_blocks = _look_in_blocks(results, block)
     if not (keys if held or (fits and few) else in_blocks):
         return results
     refusal: errors.PlanError | None = None
@@ -102,9 +102,25 @@ def _over(split: int, wanted: Wanted, first: ContextStrategy, search: Search) ->
     return results
 
 
-def _is_long(batch: PyTree) -> bool:
-    """Whether any dim of a batch but the first may be one of a long sequence."""
-    return any(size >= LONG for x in jax.tree.leaves(batch) for size in x.shape[1:])
+def _look_in_blocks(results: list[Found], block: int) -> tuple[list[Found], bool]:
+    """Return whether any plan that was found is faster in blocks, and results that count this.
+
+    Estimated are the fastest plan and that of another remat policy: `full` computes attention
+    again, which takes longer in blocks, and where others write whole arrays, blocks save most.
+    """
+    found = min(results, key=lambda one: one.ranked[0].seconds)
+    plans: dict[Remat, Plan] = {}
+    for ranked in sorted([*found.ranked, *found.slower], key=Ranked.place):
+        plans.setdefault(ranked.plan.remat, ranked.plan)
+    faster, looks = False, 0
+    for plan in itertools.islice(plans.values(), _LOOKS):
+        if found.estimated is not None and not faster:
+            looks += 1
+            with contextlib.suppress(errors.PlanError, errors.MachineError):
+                seconds = found.estimated(dataclasses.replace(plan, stream=block)).seconds
+                faster = seconds < found.ranked[0].seconds
+    counted = dataclasses.replace(found, evaluations=found.evaluations + looks)
+    return [counted if one is found else one for one in results], faster
 
 
 def _with_larger_blocks(
