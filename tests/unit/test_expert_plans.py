@@ -218,7 +218,8 @@ def test_data_parallelism_alone_is_no_faster_where_bounds_count_what_is_fused():
     dims = (3, 512, 512, 512, 512, 512, 512, 3)
 
     def init(key):
-        return [{"w": jnp.zeros(pair), "b": jnp.zeros(pair[1])} for pair in zip(dims, dims[1:])]
+        shapes = itertools.pairwise(dims)
+        return [{"w": jnp.zeros(shape), "b": jnp.zeros(shape[1])} for shape in shapes]
 
     def network(params, point):
         for layer in params[:-1]:

@@ -1,4 +1,4 @@
-"""Search plans for sequences that are too long for whole arrays of queries x keys.
+"""Search plans without whole arrays of queries x keys, where those do not fit or take longer.
 
 Attention is computed in blocks (`Plan.stream`), and tokens may be split over devices as well
 (`Plan.context`). An expert does so where there are fewer rows than devices, and leaves `tensor` to
@@ -28,9 +28,6 @@ from plurax.planner.wanted import Wanted
 
 STREAM = 512
 """Keys of a block of attention, the fewest that a search looks at."""
-
-_LOOKS = 2
-"""Plans that are estimated in blocks where whole arrays of queries by keys fit."""
 
 Search = Callable[[Wanted], Found]
 
@@ -103,22 +100,23 @@ def _over(split: int, wanted: Wanted, first: ContextStrategy, search: Search) ->
 
 
 def _look_in_blocks(results: list[Found], block: int) -> tuple[list[Found], bool]:
-    """Return whether any plan that was found is faster in blocks, and results that count this.
+    """Return whether any plan that was found may be faster in blocks, and results that count this.
 
-    Estimated are the fastest plan and that of another remat policy: `full` computes attention
-    again, which takes longer in blocks, and where others write whole arrays, blocks save most.
+    Estimated is the fastest plan without strategies of equations, which are others in blocks, and
+    that of another remat policy: `full` computes attention again, which takes longer in blocks, and
+    where others write whole arrays, blocks save most. Without any the answer is yes.
     """
     found = min(results, key=lambda one: one.ranked[0].seconds)
     plans: dict[Remat, Plan] = {}
     for ranked in sorted([*found.ranked, *found.slower], key=Ranked.place):
-        plans.setdefault(ranked.plan.remat, ranked.plan)
-    faster, looks = False, 0
-    for plan in itertools.islice(plans.values(), _LOOKS):
-        if found.estimated is not None and not faster:
+        if ranked.plan.strategies is None:
+            plans.setdefault(ranked.plan.remat, dataclasses.replace(ranked.plan, stream=block))
+    looks, faster = 0, not plans and not found.stopped
+    for plan in itertools.islice(plans.values(), 2):
+        if found.estimated is not None and not faster and not found.stopped:
             looks += 1
             with contextlib.suppress(errors.PlanError, errors.MachineError):
-                seconds = found.estimated(dataclasses.replace(plan, stream=block)).seconds
-                faster = seconds < found.ranked[0].seconds
+                faster = found.estimated(plan).seconds < found.ranked[0].seconds
     counted = dataclasses.replace(found, evaluations=found.evaluations + looks)
     return [counted if one is found else one for one in results], faster
 

@@ -112,7 +112,7 @@ def search(
     - `seconds`: by default no limit of time. A limit stops the search earlier, once it has found a
       plan, and the result says so: what it finds then depends on the computer, too.
 
-    **Returns:** the ranked plans; where none fits, or sequences are long, with attention in blocks,
+    **Returns:** the ranked plans; where none fits, or one is faster so, with attention in blocks,
     and tokens over devices if faster (`planner/attention_in_blocks.py`). Raises `PlanError` if none
     of these fits, and says what comes nearest, and `TaskError` for a loss that mixes examples and
     does not say so, as `compile`.
