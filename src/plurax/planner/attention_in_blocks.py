@@ -106,19 +106,19 @@ def _look_in_blocks(results: list[Found], block: int) -> tuple[list[Found], bool
     that of another remat policy: `full` computes attention again, which takes longer in blocks, and
     where others write whole arrays, blocks save most. Without any the answer is yes.
     """
-    found = min(results, key=lambda one: one.ranked[0].seconds)
+    fastest = min(results, key=lambda one: one.ranked[0].seconds)
     plans: dict[Remat, Plan] = {}
-    for ranked in sorted([*found.ranked, *found.slower], key=Ranked.place):
+    for ranked in sorted([*fastest.ranked, *fastest.slower], key=Ranked.place):
         if ranked.plan.strategies is None:
             plans.setdefault(ranked.plan.remat, dataclasses.replace(ranked.plan, stream=block))
-    looks, faster = 0, not plans and not found.stopped
+    looks, faster = 0, not plans and not fastest.stopped
     for plan in itertools.islice(plans.values(), 2):
-        if found.estimated is not None and not faster and not found.stopped:
+        if fastest.estimated is not None and not faster and not fastest.stopped:
             looks += 1
             with contextlib.suppress(errors.PlanError, errors.MachineError):
-                faster = found.estimated(plan).seconds < found.ranked[0].seconds
-    counted = dataclasses.replace(found, evaluations=found.evaluations + looks)
-    return [counted if one is found else one for one in results], faster
+                faster = fastest.estimated(plan).seconds < fastest.ranked[0].seconds
+    counted = dataclasses.replace(fastest, evaluations=fastest.evaluations + looks)
+    return [counted if one is fastest else one for one in results], faster
 
 
 def _with_larger_blocks(
