@@ -100,7 +100,7 @@ def _over(split: int, wanted: Wanted, first: ContextStrategy, search: Search) ->
 
 
 def _look_in_blocks(results: list[Found], block: int) -> tuple[list[Found], bool]:
-    """Return whether any plan that was found may be faster in blocks, and results that count this.
+    """Return results that count what is looked at, and whether plans may be faster in blocks.
 
     Estimated is the fastest plan without strategies of equations, which are others in blocks, and
     that of another remat policy: `full` computes attention again, which takes longer in blocks, and
