@@ -122,13 +122,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 "tests/tiers.toml: no such test of `make test`: " + "; ".join(lines[:9])
             )
     if turn := os.environ.get("PLURAX_TEST_TURN"):
-        waiting = [
+        waiting = {
             item for item in items
             if item.get_closest_marker("ci") and not item.get_closest_marker("gangs")
             and not takes_turn(item.nodeid, turn)
-        ]  # fmt: skip
-        config.hook.pytest_deselected(items=waiting)
-        items[:] = [item for item in items if item not in {*waiting}]
+        }  # fmt: skip
+        config.hook.pytest_deselected(items=[item for item in items if item in waiting])
+        items[:] = [item for item in items if item not in waiting]
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,10 @@
     gangs    make test-gangs   processes, which wait for each other more than they compute
     slow     make test-all     the rest of large tables, and what draws many rounds
 
-`.ci/run` runs the first three, of those with the mark `ci` one third: which one its commit says, so
-that each change is tried with another third, and a run can be repeated (`takes_turn`). A file marks
-what it leaves to another command as a whole, by `pytestmark` or a function's `@pytest.mark.ci`. Of
-which cases `make test` makes do is said in `tests/tiers.toml`: a function that is not there runs
-with all of its cases.
+`.ci/run` runs the first three, of those with the mark `ci` one third: which one its commit's hash
+says, so that a run can be repeated (`takes_turn`). A file marks what it leaves to another command
+as a whole, by `pytestmark` or a function's `@pytest.mark.ci`. Of which cases `make test` makes do
+is said in `tests/tiers.toml`: a function that is not there runs with all of its cases.
 """
 
 import collections

@@ -107,13 +107,15 @@ def _look_in_blocks(results: list[Found], block: int) -> tuple[list[Found], bool
     where others write whole arrays, blocks save most. Without any the answer is yes.
     """
     fastest = min(results, key=lambda one: one.ranked[0].seconds)
+    if fastest.stopped or fastest.estimated is None:
+        return results, False
     plans: dict[Remat, Plan] = {}
     for ranked in sorted([*fastest.ranked, *fastest.slower], key=Ranked.place):
         if ranked.plan.strategies is None:
             plans.setdefault(ranked.plan.remat, dataclasses.replace(ranked.plan, stream=block))
-    looks, faster = 0, not plans and not fastest.stopped
+    looks, faster = 0, not plans
     for plan in itertools.islice(plans.values(), 2):
-        if fastest.estimated is not None and not faster and not fastest.stopped:
+        if not faster:
             looks += 1
             with contextlib.suppress(errors.PlanError, errors.MachineError):
                 faster = fastest.estimated(plan).seconds < fastest.ranked[0].seconds

@@ -24,21 +24,17 @@ Bounded = tuple[float, CandidatePlan]
 def plain_near(
     fitting: Sequence[CandidatePlan], known: Collection[Sizes], seconds: float
 ) -> list[Bounded]:
-    """Return the fastest candidate of data parallelism alone by its bound, or none: where it was
-    estimated, or takes more than `seconds`."""
-    plain = [(one.seconds, one) for one in fitting if is_plain(one.sizes)]
-    first = sorted(plain, key=operator.itemgetter(0))[:1]
-    return [pair for pair in first if pair[0] < seconds and pair[1].sizes not in known]
+    """Return the fastest of data parallelism alone by its bound, if below `seconds` and unknown."""
+    plain = ((one.seconds, one) for one in fitting if is_plain(one.sizes))
+    least, first = min(plain, key=operator.itemgetter(0), default=(seconds, None))
+    return [(least, first)] if first and least < seconds and first.sizes not in known else []
 
 
 def others_beside(
-    left: Sequence[Bounded], known: Collection[Sizes], best: Sizes, zeros: bool
+    left: Sequence[Bounded], known: Collection[Sizes], best: Sizes, *, zeros: bool
 ) -> list[Bounded]:
-    """Return the fastest of each kind among candidates that were left out, fastest first.
-
-    One of each size of `tensor`, without stages, of which none was estimated. And, if `zeros`, the
-    best under each other ZeRO level.
-    """
+    """Return of candidates that were left out the fastest of each size of `tensor`, without stages,
+    of which none was estimated and, if `zeros`, the best under each other ZeRO level."""
     sizes_known = {sizes.tensor for sizes in known if sizes.pipeline == 1}
     first: dict[Any, Bounded] = {}
     for least, candidate in left:

@@ -108,7 +108,8 @@ def search(
       machine has.
     - `count`: of plans to rank.
     - `evaluations`: how many plans it traces at the most, to solve their shardings or to estimate
-      them. With equal arguments the search finds equal plans, however busy the computer is.
+      them, and again for experts' plans, each kind of devices and attention in blocks. With equal
+      arguments the search finds equal plans, however busy the computer is.
     - `seconds`: by default no limit of time. A limit stops the search earlier, once it has found a
       plan, and the result says so: what it finds then depends on the computer, too.
 
@@ -329,12 +330,12 @@ class _Search:
         self, left: Sequence[tuple[float, CandidatePlan]], fitting: Sequence[CandidatePlan]
     ) -> bool:
         """Estimate some of the candidates that were left out, and return whether any was."""
-        best, zeros = self._best_sizes, self._left
-        if best is None:
+        if self._best_sizes is None:
             return False
         before = self._effort.spent
         plain = plain_near(fitting, self._known, _SECOND * self._best)
-        for least, candidate in [*plain, *others_beside(left, self._known, best, zeros)][:BESIDE]:
+        others = others_beside(left, self._known, self._best_sizes, zeros=self._left)
+        for least, candidate in [*plain, *others[:BESIDE]]:
             if self._effort.allows("beside", False) and self._may_be_faster(least, candidate):
                 result = self._computed(candidate)
                 ranked = result and self._estimated(candidate, result, "beside")
