@@ -60,6 +60,20 @@ def test_every_divisor_of_the_devices_is_considered(perceptron, devices):
     assert all(48 % plan.data == 0 for plan in found)
 
 
+def test_of_rows_that_are_padded_any_number_of_devices_may_have_some(perceptron):
+    """Of 48 examples each of 5 devices has 10, and 2 rows are padding."""
+    assert {plan.data for plan in plans(perceptron, 5)} == {1}
+    padded = dataclasses.replace(perceptron, pads=True)
+    found = [*candidates(padded, MACHINE, 5, px.Plan(), {"remat": "none"})]
+    counts = {one.sizes.microbatches for one in found if one.plan.data == 5}
+    assert counts == {1, 2, 4, 5, 8, 10, 16}
+    plain = {one.plan.data: one.memory for one in found if one.plan == px.Plan(data=one.plan.data)}
+    one, five = plain[1], plain[5]
+    state = padded.parameters * 2 + padded.optimizer
+    assert five - state == (one - state) * 10 / 48
+    assert {plan.data for plan in plans(dataclasses.replace(padded, batch_size=4), 5)} == {1}
+
+
 def test_only_layers_can_be_stages(perceptron, stacked):
     assert {plan.pipeline for plan in plans(perceptron, 8)} == {1}
     layers = models.LAYERS

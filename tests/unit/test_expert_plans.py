@@ -246,6 +246,18 @@ def test_data_parallelism_alone_is_no_faster_where_bounds_count_what_is_fused():
 
 
 @pytest.mark.ci
+def test_devices_are_used_that_do_not_divide_the_examples():
+    """Of six three at the most divide 4,096. Each may have 683, and 4 have 1,024."""
+    (task, batch, rules), optimizer = perceptron(4096, 4096), optax.adam(1e-3)
+    machine = px.Machine.preset("6xH100-80GB")
+    found = px.search(task, optimizer, batch, machine)
+    for sizes in ({"data": 6, "zero": 1}, {"data": 3, "tensor": 2}, {"data": 1, "tensor": 4}):
+        plan = px.Plan(**sizes, shardings=rules if "tensor" in sizes else {})
+        by_hand = px.estimate(task, optimizer, plan, batch, machine)
+        assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9), plan
+
+
+@pytest.mark.ci
 def test_on_uneven_machines_the_devices_of_the_best_plan_are_named():
     task, batch, _ = perceptron(512, 1024)
     machine, pinned = MACHINES["slow and fast"], {"tensor": 1, "remat": "none"}

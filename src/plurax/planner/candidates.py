@@ -92,7 +92,7 @@ class Model:
     `tied`, those of parameters that the first and the last stage hold; `activations`, those that
     one stage sends to the next for the whole batch; `batch_size`; `layers`, the largest number of
     stages into which the model can be cut; `precision`; `names`, of activations; `coupled`, whether
-    the loss couples examples.
+    the loss couples examples; `pads`, whether `data` may be a number that does not divide them.
     """
 
     like: TrainState
@@ -107,6 +107,11 @@ class Model:
     precision: Precision
     names: Sequence[str]
     coupled: bool
+    pads: bool = False
+
+    def share(self, sizes: Sizes) -> float:
+        """Return what of a batch the rows of a microbatch are, padding among them."""
+        return -(-self.batch_size // sizes.parts) / self.batch_size
 
 
 def model_of(
@@ -282,8 +287,8 @@ def candidates(
 
     The seconds of one that needs more than `limit` bytes are infinite.
 
-    A plan may leave devices unused: it uses a number that divides them, a node, or those of one
-    kind. Those `fields` of `pinned` are kept.
+    A plan may leave devices unused: it uses a number that divides them, or one that experts use.
+    Those `fields` of `pinned` are kept.
     """
     # Others, such as `layers`, may not go with all sizes.
     doubtful = not {*_SIZES, *Sizes._fields, "precision", "shardings"}.issuperset(fields)
@@ -322,8 +327,6 @@ def _every_sizes(
         for microbatches in choices("microbatches", every):
             uneven = isinstance(microbatches, tuple)
             if uneven and (pipeline > 1 or len(microbatches) != data):
-                continue
-            if not uneven and model.batch_size % data:
                 continue
             schedules = [*_schedules(pipeline, microbatches, model.layers, pinned, fields)]
             for zero, remat, (schedule, stages) in itertools.product(
@@ -368,6 +371,9 @@ def _all_microbatches(
     """Return the numbers of microbatches that are considered on a mesh."""
     rows, rest = divmod(model.batch_size, data)
     every: list[Any] = [] if rest else _microbatches(rows, pipeline)
+    if rest and rows and model.pads:  # the rows of a device, and rows that are halved often
+        padded = rows + 1, 1 << rows.bit_length()
+        every = sorted({m for some in padded for m in _microbatches(some, pipeline)})
     if pipeline == 1 and not model.coupled:
         every += in_proportion(machine, data, tensor, model.batch_size, model.precision)
     return every
@@ -449,7 +455,7 @@ class _Bounds:
     def _memory(self, sizes: Sizes) -> float:
         model, shards, context = self._model, sizes.tensor * sizes.pipeline, self._pinned.context
         # A pipeline keeps as many microbatches as it has stages, each of one stage.
-        kept = model.totals[sizes.remat].kept / sizes.parts / (shards * context)
+        kept = model.totals[sizes.remat].kept * model.share(sizes) / (shards * context)
         known = named(sizes.schedule)
         every = known is not None and known.stores_all
         most = sizes.most_microbatches
@@ -483,7 +489,7 @@ class _Bounds:
         if self._machine.groups and sizes.pipeline == 1:
             replicas = self._replicas(sizes.data, sizes.tensor, sizes.microbatches)
             most = [count * totals.kinds[kind] for kind, count in replicas.items()] or most
-        return max(most) / sizes.parts
+        return max(most) * self._model.share(sizes)
 
     def _replicas_once(self, data: int, tensor: int, microbatches: Any) -> dict[Machine, int]:
         plan = Plan(data=data, tensor=tensor, microbatches=microbatches, member=self._pinned.member)
@@ -499,28 +505,17 @@ class _Bounds:
         activations = self._model.activations / (data * microbatches * tensor)
         ticks = ticks_of_step(schedule, pipeline, microbatches, chunks)
         return pipeline_seconds(
-            self._machine,
-            activations,
-            self._model.tied / tensor,
-            ticks,
-            pipeline,
-            stride=tensor,
+            self._machine, activations, self._model.tied / tensor, ticks, pipeline, stride=tensor,
             mesh_devices=data * pipeline * tensor * self._pinned.member,
-        )
+        )  # fmt: skip
 
     def _over_data_once(self, data: int, shards: int, zero: int, microbatches: int) -> float:
         gathered = 0.5 if self._model.precision == "bfloat16" else 1.0
         return reduction_seconds(
-            self._machine,
-            self._model.parameters / shards,
-            data,
-            zero,
-            microbatches,
-            stride=shards,
-            mesh_devices=data * shards * self._pinned.member,
-            gathered=gathered,
+            self._machine, self._model.parameters / shards, data, zero, microbatches,
+            stride=shards, mesh_devices=data * shards * self._pinned.member, gathered=gathered,
             reduced=self._reduced,
-        )
+        )  # fmt: skip
 
 
 def _waiting(sizes: Sizes, totals: StepTotals, layers: int) -> float:

@@ -4,7 +4,7 @@ A search ends after so many evaluations. These have as many of their own, and ar
 none of them is expected to be faster than the fastest estimate.
 
     mesh          devices            data; data x tensor in a node; these x a pipeline
-    devices       all, a node, those of one kind where they differ, one
+    devices       all, the largest power of two, a node, those of one kind where they differ, one
     microbatches  of 1, 2, 4 or 8 rows, or one; where devices differ, in proportion to their speed
     zero, remat   every level, every policy
     schedule      1f1b, eager-1f1b, gpipe
@@ -42,18 +42,18 @@ _SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")
 def used_devices(machine: Machine) -> frozenset[int]:
     """Return the numbers of devices that an expert uses of a machine.
 
-    >>> sorted(used_devices(Machine.preset("8xA100-80GB", nodes=2)))
-    [1, 8, 16]
+    >>> sorted(used_devices(Machine.preset("36xGB200-186GB", nodes=2)))
+    [1, 36, 64, 72]
     """
     node = machine.levels[0].devices if machine.levels else 1
     kinds = (count for count, _ in machine.groups)
-    return frozenset({machine.devices, node, 1, *kinds})
+    return frozenset({machine.devices, 1 << machine.devices.bit_length() - 1, node, 1, *kinds})
 
 
 def is_expert(sizes: Sizes, machine: Machine, batch_size: int) -> bool:
     """Whether sizes are those of a plan in the table above."""
     node = machine.levels[0].devices if machine.levels else 1
-    rows = batch_size / sizes.parts
+    rows = -(-batch_size // sizes.parts)
     return (
         sizes.devices in used_devices(machine)
         and sizes.tensor <= node

@@ -34,9 +34,10 @@ def nothing_agrees(
         ways.append(f"{name} can be {', '.join(map(str, every))}" if every else f"leave {name} out")
     long = dict.fromkeys(("shardings", "strategies"), "...")
     wanted = ", ".join(f"{name}={long.get(name, repr(getattr(pinned, name)))}" for name in few)
+    of = "at most" if model.pads else "one of"
     return errors.PlanError(
         f"no plan agrees with Plan({wanted}): data × pipeline × tensor must be a divisor of the "
-        f"{machine.devices} devices, data one of the {model.batch_size} examples, and pipeline at "
+        f"{machine.devices} devices, data {of} the {model.batch_size} examples, and pipeline at "
         f"most {model.layers}, the stages into which the model can be cut (plurax.stack, "
         f"plurax.pipeline.stage_boundary). With the rest of what is pinned, {', or '.join(ways)}."
     )

@@ -184,8 +184,8 @@ def _search_on(machine: Machine, wanted: Wanted, effort: Effort) -> Found:
     remats = (pinned.remat,) if "remat" in fields else REMATS
     whole, task = task, streamed_task(task, pinned.stream)
     model = model_of(task, optimizer, like, pinned.precision, machine, remats, pinned.rules)
-    if not task.coupled:
-        may_pad(whole, model.like, like, abstract_mesh(Plan()))
+    pads = may_pad(whole, model.like, like, abstract_mesh(Plan()))
+    model = dataclasses.replace(model, pads=pads)
     paths = list(tree.named_leaves(model.like.params))
     Rules(pinned.rules, {}).check_used(paths, model.names)
     every = list(candidates(model, machine, machine.devices, pinned, fields, limit))

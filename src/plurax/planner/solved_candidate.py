@@ -45,7 +45,7 @@ class Sharded:
     @property
     def rows_of_a_microbatch(self) -> float:
         """The rows of a microbatch on one device."""
-        return self.batch_size / self.plan.parts
+        return -(-self.batch_size // self.plan.parts)
 
     @property
     def splits_products(self) -> bool:

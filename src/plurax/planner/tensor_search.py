@@ -445,7 +445,7 @@ class TensorSearch:
         return nearest[2] if nearest and nearest[0] <= apart else None
 
     def _rows(self, plan: Plan) -> float:
-        return self._batch_size / plan.parts
+        return -(-self._batch_size // plan.parts)
 
     def _share(self, plan: Plan, solved: Sharded) -> float:
         """Return what a device has of a microbatch, by what it has of that of a solution.
