@@ -103,8 +103,25 @@ def test_layouts_leave_out_none_that_computes_less(members, devices):
     assert all(member * data <= devices for member, data in pairs)
 
 
+def with_biases():
+    """Return a perceptron that starts fewer kernels on GPUs with the batch in the minor dim."""
+
+    def init(key):
+        shapes = ((8, 64), (64, 64), (64, 4))
+        return [{"w": jnp.zeros(shape), "b": jnp.zeros(shape[1])} for shape in shapes]
+
+    def loss(params, batch, keys):
+        x = batch["x"]
+        for layer in params[:-1]:
+            x = jax.nn.relu(x @ layer["w"] + layer["b"][None])
+        return jnp.sum((x @ params[-1]["w"] + params[-1]["b"][None]) ** 2, -1)
+
+    return px.Task(init=init, loss=loss), {"x": jax.ShapeDtypeStruct((256, 8), jnp.float32)}
+
+
 CASES = {
     "many small": lambda: (models.mlp_task(), BATCH, 24),
+    "with biases": lambda: (*with_biases(), 24),
     "few wide": lambda: (*wide(4096), 3),
 }
 
@@ -120,8 +137,8 @@ def test_no_plan_by_hand_is_faster(name):
     for member, data in itertools.product((1, 3, 4, 8), (1, 2, 8)):
         if member * data <= 8 and member <= members:
             held = -(-members // member)
-            for chunk in {held, -(-held // 8)}:
-                plan = px.Plan(member=member, data=data, chunk=chunk, batch_dim="major")
+            for chunk, dim in itertools.product({held, -(-held // 8)}, ("major", "minor")):
+                plan = px.Plan(member=member, data=data, chunk=chunk, batch_dim=dim)
                 by_hand[plan] = px.estimate(
                     task, optax.adam(1e-3), plan, batch, NODE, px.Members(members)
                 ).seconds
