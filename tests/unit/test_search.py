@@ -68,6 +68,19 @@ def test_a_search_goes_on_where_bounds_prove_nothing():
     assert unproven.evaluations >= 8
 
 
+def test_plans_that_are_tried_warn_of_nothing():
+    """A warning would be an error here. Who compiles the plan is warned."""
+
+    def whitened(grads, state, params=None):
+        return jax.tree.map(lambda g: -g @ g.T @ g if g.ndim == 2 else -g, grads), state
+
+    args = models.mlp_task(), optax.GradientTransformation(lambda params: (), whitened)
+    pinned = {"data": 4, "zero": 1, "tensor": 1, "stream": None}
+    found = px.search(*args, models.data(64), SLOW, pinned=pinned, evaluations=2)
+    with pytest.warns(px.errors.ShardingWarning, match="update needs whole tensors"):
+        px.compile(*args, found.best, models.data(64))
+
+
 @functools.cache
 def search_gpt(fast_memory):
     """Return what is found, and the plans that were put off."""

@@ -59,9 +59,6 @@ class MaxBatchSize:
     budget: int
     compilations: int
 
-    def __int__(self) -> int:
-        return self.size
-
     def __index__(self) -> int:
         return self.size
 

@@ -45,9 +45,6 @@ class MaxMembers:
     budget: int
     compilations: int
 
-    def __int__(self) -> int:
-        return self.count
-
     def __index__(self) -> int:
         return self.count
 

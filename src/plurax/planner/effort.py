@@ -15,8 +15,11 @@ import contextlib
 import gc
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Literal, final
+
+from plurax import errors
 
 EVALUATIONS = 16
 """By default."""
@@ -105,14 +108,19 @@ class Effort:
 
 
 @contextlib.contextmanager
-def few_collections() -> Iterator[None]:
-    """Look for garbage seldom: traces allocate millions of objects that live on, and to look
-    through all of them, as Python does again and again, took a fifth of a search."""
+def trying_plans() -> Iterator[None]:
+    """Look for garbage seldom, and leave what is to be said of a plan to those who compile it.
+
+    Traces allocate millions of objects that live on, and to look through all of them, as Python
+    does again and again, took a fifth of a search.
+    """
     before = gc.get_threshold()
     if often := 0 < before[0] < 10_000:  # not so within another, or where nothing is collected
         gc.set_threshold(10_000, 50, 100)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", errors.ShardingWarning)
+            yield
     finally:
         if often:
             gc.set_threshold(*before)

@@ -35,7 +35,7 @@ from plurax.jaxpr.interpret import dependent, evaluate, flat_equations, needed, 
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.plan import Plan
-from plurax.planner.effort import EVALUATIONS
+from plurax.planner.effort import EVALUATIONS, trying_plans
 from plurax.planner.found import Found, wrapped
 from plurax.planner.search import search
 from plurax.planner.wanted import pinned_fields
@@ -90,9 +90,6 @@ class Longest:
     memory: float
     seconds: float
 
-    def __int__(self) -> int:
-        return self.length
-
     def __index__(self) -> int:
         return self.length
 
@@ -113,6 +110,7 @@ class Longest:
         return "\n".join(lines)
 
 
+@trying_plans()
 def longest(
     task: Task | Callable[[int], Task],
     optimizer: optax.GradientTransformation,

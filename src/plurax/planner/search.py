@@ -59,7 +59,7 @@ from plurax.planner.candidates import (
     model_of,
 )
 from plurax.planner.costs import TimeCosts, least_together, sends_meanwhile, state_ratios
-from plurax.planner.effort import BESIDE, EVALUATIONS, Effort, Step, few_collections
+from plurax.planner.effort import BESIDE, EVALUATIONS, Effort, Step, trying_plans
 from plurax.planner.expert_weights import fields_of_rows_sent
 from plurax.planner.experts import is_expert, is_plain, machines_of_kinds
 from plurax.planner.found import Found, Ranked
@@ -76,7 +76,7 @@ from plurax.task import Task
 from plurax.validate import bytes_of, check_number, check_whole
 
 
-@few_collections()
+@trying_plans()
 def search(
     task: Task | HyperFn,
     optimizer: optax.GradientTransformation | HyperFn,
