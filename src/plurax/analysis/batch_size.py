@@ -217,9 +217,6 @@ class FastestBatchSize:
     curve: tuple[Throughput, ...]
     knee: Throughput
 
-    def __int__(self) -> int:
-        return self.knee.size
-
     def __index__(self) -> int:
         return self.knee.size
 
