@@ -246,6 +246,32 @@ def test_data_parallelism_alone_is_no_faster_where_bounds_count_what_is_fused():
 
 
 @pytest.mark.ci
+def test_plans_that_are_nearly_as_fast_get_the_faster_of_two_solutions():
+    """`tensor=4` is the faster one as both are solved first, `tensor=2` with columns split."""
+    widths = (1024, 4096, 4096, 4096, 4096, 10)
+
+    def init(key):
+        return [(jnp.zeros(shape), jnp.zeros(shape[1])) for shape in itertools.pairwise(widths)]
+
+    def loss(params, batch, keys):
+        x = batch["x"]
+        for weights, bias in params[:-1]:
+            x = jax.nn.relu(x @ weights + bias[None])
+        return ((x @ params[-1][0] + params[-1][1][None] - batch["y"]) ** 2).sum(-1)
+
+    task, optimizer = px.Task(init=init, loss=loss), optax.adam(1e-3)
+    shapes = {"x": (4096, 1024), "y": (4096, 10)}
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    columns = {f"{layer}/0": (None, "tensor") for layer in range(4)}
+    columns |= {f"{layer}/1": ("tensor",) for layer in range(4)}
+    machine = px.Machine.preset("8xH100-80GB")
+    plan = px.Plan(data=4, tensor=2, zero=3, shardings=columns)
+    by_hand = px.estimate(task, optimizer, plan, batch, machine)
+    found = px.search(task, optimizer, batch, machine)
+    assert found.ranked[0].seconds <= by_hand.seconds * (1 + 1e-9)
+
+
+@pytest.mark.ci
 def test_devices_are_used_that_do_not_divide_the_examples():
     """Of six three at the most divide 4,096. Each may have 683, and 4 have 1,024."""
     (task, batch, rules), optimizer = perceptron(4096, 4096), optax.adam(1e-3)

@@ -504,17 +504,19 @@ class _Search:
         return Ranked(candidate.plan, plan, estimated, estimated.peak)
 
     def _improve(self) -> None:
-        """Give the fastest plan of each remat policy the faster of two solutions, and the fastest
-        that recomputes a share of products to keep, and rank again.
+        """Give the fastest plan of each remat policy, and of each `tensor` that is nearly as fast,
+        the faster of two solutions, the fastest that recomputes a share of products, and rank.
 
         Not one that would stay behind the best.
         """
         ranked = sorted([*self.ranked, *self.slower], key=Ranked.place)
-        policies: set[Remat] = set()
+        kinds: set[tuple[Remat, int]] = set()
         for index, plan in enumerate(ranked):
-            if plan.seconds < _SECOND * ranked[0].seconds and plan.plan.remat not in policies:
+            kind = plan.plan.remat, plan.plan.tensor
+            most = _NEAR if kind[0] in dict(kinds) else _SECOND
+            if plan.seconds < most * ranked[0].seconds and kind not in kinds:
                 ranked[index] = self._improved(plan)
-            policies.add(plan.plan.remat)
+            kinds.add(kind)
         ranked.sort(key=Ranked.place)
         if len(self._model.totals) > 1 and ranked:  # or a policy is pinned
             seconds = _SECOND * ranked[0].seconds
