@@ -262,6 +262,9 @@ def test_a_plan_that_fits_is_needed():
         searched(SLOW, pinned={"tensor": 1}, memory=10.0)
     with pytest.raises(px.errors.PlanError, match="must be a divisor of the 4 devices"):
         searched(SLOW, pinned=px.Plan(data=3))
+    six = dataclasses.replace(SLOW, levels=[Level("node", 6, 1e12)])
+    with pytest.raises(px.errors.PlanError, match="a divisor of the 6 devices or 4, data at most"):
+        searched(six, pinned=px.Plan(data=5))
     pinned = {"tensor": 1, "remat": "none"}
     little = searched(SLOW, pinned=pinned, memory=6000.0, count=1)
     assert little.ranked[0].memory <= 6000 < max(one.memory for one in little.refused)

@@ -6,6 +6,7 @@ from plurax import errors
 from plurax.machine import Machine
 from plurax.plan import Plan
 from plurax.planner.candidates import Model, candidates
+from plurax.planner.experts import used_devices
 from plurax.planner.fewest import minimal
 from plurax.planner.found import Ranked
 from plurax.planner.sizes import Sizes
@@ -29,23 +30,23 @@ def nothing_agrees(
     ways = []
     for name in few:
         known = [one for one in sizes_with([field for field in fields if field != name]) if one]
-        found = {getattr(one, name) for one in known} if name in Sizes._fields else set()
-        every = sorted(one for one in found if not isinstance(one, tuple))
+        values = {getattr(one, name) for one in known} if name in Sizes._fields else set()
+        every = sorted(value for value in values if not isinstance(value, tuple))
         ways.append(f"{name} can be {', '.join(map(str, every))}" if every else f"leave {name} out")
     long = dict.fromkeys(("shardings", "strategies"), "...")
     wanted = ", ".join(f"{name}={long.get(name, repr(getattr(pinned, name)))}" for name in few)
-    of = "at most" if model.pads else "one of"
+    more = "".join(f" or {n}" for n in sorted(used_devices(machine)) if machine.devices % n)
     return errors.PlanError(
         f"no plan agrees with Plan({wanted}): data × pipeline × tensor must be a divisor of the "
-        f"{machine.devices} devices, data {of} the {model.batch_size} examples, and pipeline at "
-        f"most {model.layers}, the stages into which the model can be cut (plurax.stack, "
-        f"plurax.pipeline.stage_boundary). With the rest of what is pinned, {', or '.join(ways)}."
+        f"{machine.devices} devices{more}, data {'at most' if model.pads else 'a divisor of'} the "
+        f"{model.batch_size} examples, and pipeline at most {model.layers}, the stages into which "
+        "the model can be cut (plurax.stack, plurax.pipeline.stage_boundary). With the rest of "
+        f"what is pinned, {', or '.join(ways)}."
     )
 
 
 def nothing_fits(memory: float, refused: Sequence[Ranked], less: str = "") -> errors.PlanError:
-    """Return the error that names the three plans that come nearest to fitting, and what needs
-    `less`."""
+    """Return the error that names the three plans nearest to fitting, and what needs `less`."""
     if not refused:
         return errors.PlanError(
             "every plan that agrees with what is pinned has tensor > 1, and none splits a matrix "

@@ -14,8 +14,8 @@ Layouts are looked at in the order of what a device computes; no layout takes le
 the products, and the kernels of one chunk. Of a layout the chunk is the platform's, all members of
 a device on GPUs and TPUs. It is cut to a quarter until the step fits, and further as long as that
 is faster, which it is where a chunk then stays in a TPU's fast memory. If one member alone does not
-fit, its activations are computed anew, and its rows split into microbatches. The fastest plan is
-looked at with the batch in the minor dim, too.
+fit, its activations are computed anew, and its rows split into microbatches. On GPUs the fastest
+plan is looked at with the batch in the minor dim, too.
 
 Large members are searched as one network on the devices that each of them has, with all that a plan
 may split, and then estimated together. 5 perceptrons of 134 million parameters on 8 A100:
@@ -110,7 +110,7 @@ def search_population(
             for search in run.of_one(search_one, devices, own, fields):
                 alone.append(search)
                 run.left = min(run.left, run.bound_by(search, member))
-    if "batch_dim" not in fields and machine.platform != "cpu":
+    if "batch_dim" not in fields and machine.platform == "gpu":
         run.look_at_minor()
     ranked = sorted(run.ranked, key=lambda plan: (plan.seconds, plan.plan.devices))
     return Found(
@@ -216,7 +216,10 @@ class _Estimates:
             chunk, fastest = plan.chunk, min(fastest, seconds)
 
     def look_at_minor(self) -> None:
-        """Estimate the fastest plan with the batch in the minor dim: a GPU starts fewer kernels."""
+        """Estimate the fastest plan with the batch in the minor dim: a GPU starts fewer kernels.
+
+        On TPUs it is no faster: v5e's compiler makes 64 µs of a step of 58.
+        """
         best = min(self.ranked, default=None, key=lambda plan: plan.seconds)
         if best and not best.plan.partitioned and self._effort.allows("estimate", True):
             self._estimated(dataclasses.replace(best.plan, batch_dim="minor"))

@@ -504,16 +504,14 @@ class _Search:
         return Ranked(candidate.plan, plan, estimated, estimated.peak)
 
     def _improve(self) -> None:
-        """Give the fastest plan of each remat policy, and of each `tensor` that is nearly as fast,
-        the faster of two solutions, the fastest that recomputes a share of products, and rank.
-
-        Not one that would stay behind the best.
-        """
+        """Give the fastest plan of each remat policy, and of each `tensor` nearly as fast, the
+        faster of two solutions, the fastest that recomputes a share of products to keep, and rank
+        again: none that would stay behind the best."""
         ranked = sorted([*self.ranked, *self.slower], key=Ranked.place)
         kinds: set[tuple[Remat, int]] = set()
         for index, plan in enumerate(ranked):
             kind = plan.plan.remat, plan.plan.tensor
-            most = _NEAR if kind[0] in dict(kinds) else _SECOND
+            most = _NEAR if kind[0] in {remat for remat, _ in kinds} else _SECOND
             if plan.seconds < most * ranked[0].seconds and kind not in kinds:
                 ranked[index] = self._improved(plan)
             kinds.add(kind)
