@@ -148,7 +148,7 @@ def test_an_unknown_parameter_is_told_which_there_are(found):
         ({"tensor": 3}, r"Plan\(tensor=3\): .*the 4 devices.* tensor can be 1, 2, 4\."),
         ({"data": 4, "tensor": 2}, r"Plan\(data=4, tensor=2\): .*data can be 1, 2, or tensor can "
                                    r"be 1\."),
-        ({"data": 3, "zero": 0}, r"Plan\(data=3\): .*4 devices, data at most the 8 .* data can be 1, 2, 4\."),
+        ({"data": 3, "zero": 0}, r"Plan\(data=3\): .*the 4 devices, .* data can be 1, 2, 4\."),
         ({"pipeline": 4}, r"Plan\(pipeline=4\): .*at most 3, .* pipeline can be 1, 2\."),
         ({"pipeline": 2, "stages": 6}, r"Plan\(stages=6\): .* leave stages out\."),
         ({"pipeline": 2, "layers": (3, 2)}, r"adds up to 5 layers, and the stack has 3 layers"),
