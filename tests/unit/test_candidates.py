@@ -63,6 +63,8 @@ def test_every_divisor_of_the_devices_is_considered(perceptron, devices):
 def test_of_rows_that_are_padded_any_number_of_devices_may_have_some(perceptron):
     """Of 48 examples each of 5 devices has 10, and 2 rows are padding."""
     assert {plan.data for plan in plans(perceptron, 5)} == {1}
+    pinned = px.Plan(data=5, microbatches=1)
+    assert not [*candidates(perceptron, MACHINE, 5, pinned, ("data", "microbatches"))]
     padded = dataclasses.replace(perceptron, pads=True)
     found = [*candidates(padded, MACHINE, 5, px.Plan(), {"remat": "none"})]
     counts = {one.sizes.microbatches for one in found if one.plan.data == 5}

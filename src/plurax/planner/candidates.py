@@ -324,9 +324,10 @@ def _every_sizes(
         if pipeline > model.layers:
             continue
         every = _all_microbatches(model, machine, data, pipeline, tensor)
+        rest = 0 if model.pads else model.batch_size % data
         for microbatches in choices("microbatches", every):
             uneven = isinstance(microbatches, tuple)
-            if uneven and (pipeline > 1 or len(microbatches) != data):
+            if (pipeline > 1 or len(microbatches) != data) if uneven else rest:
                 continue
             schedules = [*_schedules(pipeline, microbatches, model.layers, pinned, fields)]
             for zero, remat, (schedule, stages) in itertools.product(
