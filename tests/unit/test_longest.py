@@ -296,3 +296,16 @@ def test_its_text_has_a_row_for_each_length():
     assert re.search("does not fit +a device needs ", lines[-2])
     own = next(line for line in lines if line.split()[0] == str(found.length))
     assert repr(found) == f"Longest({found.length}: {own.strip().split('  ')[1].strip()} a step)"
+
+
+def test_lengths_that_are_tried_warn_of_nothing():
+    """A warning would be an error here. Who compiles the plan is warned."""
+
+    def whitened(grads, state, params=None):
+        return jax.tree.map(lambda g: -g @ g.T @ g, grads), state
+
+    args = layer(attention), optax.GradientTransformation(lambda params: (), whitened)
+    plan = px.Plan(data=2, zero=1)
+    assert px.longest(*args, vectors(8), MACHINE, plan=plan, memory="1MB").plan == plan
+    with pytest.warns(px.errors.ShardingWarning, match="update needs whole tensors"):
+        px.compile(*args, plan, vectors(8))

@@ -118,8 +118,7 @@ def trying_plans() -> Iterator[None]:
     if often := 0 < before[0] < 10_000:  # not so within another, or where nothing is collected
         gc.set_threshold(10_000, 50, 100)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", errors.ShardingWarning)
+        with warnings.catch_warnings(action="ignore", category=errors.ShardingWarning):
             yield
     finally:
         if often:

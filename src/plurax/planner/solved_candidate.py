@@ -43,7 +43,7 @@ class Sharded:
         return self.rows_of_a_microbatch * self.plan.most_microbatches
 
     @property
-    def rows_of_a_microbatch(self) -> float:
+    def rows_of_a_microbatch(self) -> int:
         """The rows of a microbatch on one device."""
         return -(-self.batch_size // self.plan.parts)
 

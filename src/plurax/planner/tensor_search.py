@@ -444,7 +444,7 @@ class TensorSearch:
         nearest = min(known, default=None, key=lambda entry: entry[:2])
         return nearest[2] if nearest and nearest[0] <= apart else None
 
-    def _rows(self, plan: Plan) -> float:
+    def _rows(self, plan: Plan) -> int:
         return -(-self._batch_size // plan.parts)
 
     def _share(self, plan: Plan, solved: Sharded) -> float:
