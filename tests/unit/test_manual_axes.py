@@ -81,6 +81,26 @@ def test_a_loss_that_calls_the_host_trains_alike_under_every_plan(x64, capfd, fi
     assert capfd.readouterr().out.count("the mean is ") == len(HEARD) == times
 
 
+def by_platform(params, batch, keys):
+    """A loss whose operations differ between platforms: those of `jnp.diagonal`, and its own."""
+    spread = jnp.log(jnp.diagonal(params["w"].T @ params["w"])).sum()
+    x = jax.lax.platform_dependent(batch["x"] @ params["w"], default=jnp.tanh, cuda=jnp.sin)
+    return ((x - batch["y"]) ** 2).sum(1) - spread
+
+
+@pytest.mark.parametrize("fields", [{"data": 2}, {"member": 2}], ids=str)
+def test_a_loss_with_operations_of_a_platform_trains_as_by_hand(x64, fields):
+    task = px.Task(init=init, loss=by_platform)
+    members = px.Members(2) if "member" in fields else None
+    program = px.compile(task, optax.sgd(0.1), px.Plan(**fields), BATCH, members=members)
+    got = after_a_step(program)["w"]
+    for seed in range(2 if members else 1):
+        w = init(jax.random.split(jax.random.key(seed))[0])["w"]
+        slope = jax.grad(lambda w: by_platform({"w": w}, BATCH, None).mean())(w)
+        trained = got[seed] if members else got
+        assert models.max_rel_error(trained, w - 0.1 * slope) < 1e-10
+
+
 def test_predictions_and_evaluations_call_the_host_on_several_devices(x64):
     alone, program = compiled(), compiled(data=2)
     state = alone.init(seed=0)

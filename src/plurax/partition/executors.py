@@ -25,6 +25,7 @@ from jaxtyping import Array
 from plurax.jaxpr.compat import Scan
 from plurax.jaxpr.interpret import equation_context
 from plurax.jaxpr.product_dims import ProductDims
+from plurax.partition.manual import taken
 
 Shard = Array | jax.ShapeDtypeStruct
 """One device's shard of a tensor, or its shape and dtype."""
@@ -110,14 +111,7 @@ class EmitOperations(Executor):
         platforms: Sequence[Any] | None,
     ) -> list[Shard]:
         """Run `lax.switch`, or `lax.platform_dependent`."""
-        if platforms is None:
-            return list(lax.switch(index, branches))
-        named = {
-            name: branch
-            for names, branch in zip(platforms, branches, strict=True)
-            for name in names or ("default",)
-        }
-        return list(lax.platform_dependent(**named))
+        return taken(index, branches, platforms)
 
     def context(self, eqn: Any) -> contextlib.AbstractContextManager[None]:
         """Return the context in which an equation was traced: its name scopes and source line."""

@@ -23,7 +23,7 @@ from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
 from plurax.jaxpr.compat import Scan, is_call_or_remat, open_jaxpr
-from plurax.jaxpr.interpret import Handler, bind, interpret
+from plurax.jaxpr.interpret import Handler, interpret
 
 
 def eval_manual_body(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array]) -> list[Array]:
@@ -87,15 +87,23 @@ def masked(on: Array, new: Sequence[Array], old: Sequence[Array]) -> list[Array]
 
 def switched(eqn: Any, inputs: list[Any], evaluate: Callable[..., list[Array]]) -> list[Array]:
     """Evaluate a `cond` or `switch`, with `evaluate(jaxpr, consts, args)` for its branches."""
-    if eqn.params.get("branches_platforms") is not None:
-        return bind(eqn, inputs)
     index, *operands = inputs
 
     def taking(branch: Any) -> Callable[..., list[Array]]:
         body, consts = open_jaxpr(branch)
         return lambda *args: evaluate(body, consts, args)
 
-    return list(lax.switch(index, list(map(taking, eqn.params["branches"])), *operands))
+    branches = list(map(taking, eqn.params["branches"]))
+    return taken(index, branches, eqn.params.get("branches_platforms"), *operands)
+
+
+def taken(index: Any, branches: Sequence[Any], platforms: Any, *operands: Any) -> list[Any]:
+    """Run `lax.switch`; with names of `platforms` of each branch, `lax.platform_dependent`."""
+    if platforms is None:
+        return list(lax.switch(index, branches, *operands))
+    pairs = zip(platforms, branches, strict=True)
+    named = {name: branch for names, branch in pairs for name in names or ("default",)}
+    return list(lax.platform_dependent(*operands, **named))
 
 
 def _all_gather(value: Array, params: Any) -> Array:
