@@ -46,6 +46,7 @@ FUNCTIONS = {
     "norms": lambda w, x: (x - x.mean(1, keepdims=True)) / jnp.sqrt(x.var(1, keepdims=True) + 1e-3),
     "clipped": lambda w, x: jnp.clip(x @ w, -0.5, 0.5),
     "constant": lambda w, x: (jnp.ones(3), jnp.broadcast_to(w[0], (B, G))),
+    "weakly typed": lambda w, x: jnp.where(x > 0, 1.0, 0.5) / 2.0 - x,
     "wrong way round": lambda w, x: jnp.ones((4, B)) @ x,
 }
 

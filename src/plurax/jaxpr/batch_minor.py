@@ -103,11 +103,11 @@ def _by_rule(equation: Any, inputs: Sequence[Stored], size: int) -> Stored | Non
     if name == "broadcast_in_dim":
         return _broadcast(inputs[0], shape, params["broadcast_dimensions"], size)
     if not any(value.batch_last for value in inputs):
-        if name == "reshape" and inputs[0].array.shape == (size,) and shape[:1] == (size,):
+        if name == "reshape" and jnp.shape(inputs[0].array) == (size,) and shape[:1] == (size,):
             return Stored(lax.reshape(inputs[0].array, (*shape[1:], size)), True)
         return None
     if name in ELEMENTWISE:
-        arrays = [v.to_last() if v.array.ndim == len(shape) else v.array for v in inputs]
+        arrays = [v.to_last() if jnp.ndim(v.array) == len(shape) else v.array for v in inputs]
         return Stored(equation.primitive.bind(*arrays, **params), True)
     if name in REDUCTIONS:
         return _reduce(equation, inputs[0])
