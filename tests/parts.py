@@ -16,9 +16,9 @@ PARTS = {
     "engine": """
         tests/absent tests/hlo tests/parity tests/zoo batch batch_minor batch_size compact_layout
         compiler_options coupling cpu_forms drawn_programs export_predict fit hooks manual_axes
-        hyperparams jaxpr large_numbers liveness loop_constants hlo_text machine masked_queries
-        token_order split_sequences measured metrics plan planned population read_ahead
-        recorded_collectives remat rows_per_call
+        hyperparams jaxpr large_numbers liveness loop_constants loops hlo_text machine
+        masked_queries token_order split_sequences measured metrics plan planned population
+        read_ahead recorded_collectives remat rows_per_call
         replicas resample schedules sharding stages step stream sweep targets task uncertainty
         verify work weights terminal
         user_frames argument_check error_texts mistakes reading replacing distributed yardstick

@@ -13,6 +13,7 @@ each result, and then the branches are executed with their results resharded to 
     zeros                 zeros            none: the result stays deferred
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,10 +50,8 @@ class Branches:
         """Return the results of the branch that is taken."""
         with self.partitioner.apart(self.data_varying):
             with self.partitioner.planning():
-                planned = [
-                    [self._output(versions) for versions in self._evaluated(branch)]
-                    for branch in range(len(self.branches))
-                ]
+                count = range(len(self.branches))
+                planned = [[*map(self._output, self._evaluated(branch))] for branch in count]
             common = [self._common(outputs) for outputs in zip(*planned, strict=True)]
             arrays = iter(self._executed(common))
         results: list[Output] = []
@@ -103,23 +102,13 @@ class Branches:
     def _executed(self, common: Sequence[Any]) -> list[Array]:
         """Run the branches, with each result in the common sharding."""
 
-        def executed(branch: int) -> Any:
-            def run() -> list[Array]:
-                results = self._evaluated(branch)
-                return [
-                    self._resharded(versions, kind[0]).array
-                    for versions, kind in zip(results, common, strict=True)
-                    if kind is not None
-                ]
+        def executed(branch: int) -> list[Array]:
+            results = zip(self._evaluated(branch), common, strict=True)
+            return [self._resharded(value, kind[0]).array for value, kind in results if kind]
 
-            return run
-
-        arrays: list[Array] = self.partitioner.executor.switch(
-            self.index.array,
-            [executed(branch) for branch in range(len(self.branches))],
-            self.eqn.params.get("branches_platforms"),
-        )
-        return arrays
+        branches = [functools.partial(executed, branch) for branch in range(len(self.branches))]
+        platforms = self.eqn.params.get("branches_platforms")
+        return list(self.partitioner.executor.switch(self.index.array, branches, platforms))
 
     def _resharded(self, versions: ValueVersions, sharding: TensorSharding) -> ShardedValue:
         """Reshard one result of a branch to the common sharding."""

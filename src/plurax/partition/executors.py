@@ -5,11 +5,12 @@ executor, and only there the two ways differ:
 
     partitioner                     EmitOperations                 FollowShapes
     run(execute, shards, specs)     execute(*shards)               specs
-    scan, while_loop, switch        of jax.lax, on the shards      each body once
+    follow, then scan               the body's jaxpr, in lax.scan  the body once
+    while_loop, switch              of jax.lax, on the shards      each body once
 
-`FollowShapes` finds the shardings of loops and branches before their operations are emitted, and
-plans a whole function: its results' shardings and its collectives, on any mesh, with no operation
-traced.
+`FollowShapes` finds the shardings of branches and of `while` before their operations are emitted,
+and plans a whole function: its results' shardings and its collectives, on any mesh, with no
+operation traced.
 """
 
 import abc
@@ -20,6 +21,7 @@ from typing import Any, final
 
 import jax
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
 from plurax.jaxpr.compat import Scan
@@ -29,6 +31,9 @@ from plurax.partition.manual import taken
 
 Shard = Array | jax.ShapeDtypeStruct
 """One device's shard of a tensor, or its shape and dtype."""
+Shards = Sequence[Any]
+Carried = tuple[Shard, ...]
+Function = Callable[..., Any]
 
 
 class Executor(abc.ABC):
@@ -36,11 +41,7 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def run(
-        self,
-        execute: Callable[..., Sequence[Array]],
-        shards: Sequence[Any],
-        like: Sequence[Any],
-        product: ProductDims | None = None,
+        self, execute: Function, shards: Shards, like: Shards, product: ProductDims | None = None
     ) -> Sequence[Shard]:
         """Return `execute(*shards)`, arrays of the shapes and dtypes of `like`.
 
@@ -48,23 +49,24 @@ class Executor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def scan(
-        self, scan: Scan, body: Callable[..., Any], carry: Sequence[Any], xs: Sequence[Any]
-    ) -> list[Shard]:
+    def follow(self, body: Function, carry: Shards, row: Shards) -> Function:
+        """Run a loop's body once on shapes, and return what it did, a body for `scan`."""
+
+    @abc.abstractmethod
+    def add(self, other: "Executor", trips: int) -> None:
+        """Count what `other` has followed as often as a loop repeats it."""
+
+    @abc.abstractmethod
+    def scan(self, scan: Scan, body: Function, carry: Shards, xs: Shards) -> list[Shard]:
         """Return the last carry and the stacked results of a loop, as `Scan.run` does."""
 
     @abc.abstractmethod
-    def while_loop(
-        self, condition: Callable[..., Any], body: Callable[..., Any], start: tuple[Any, ...]
-    ) -> tuple[Shard, ...]:
+    def while_loop(self, condition: Function, body: Function, start: Carried) -> Carried:
         """Return the last carry of `lax.while_loop`."""
 
     @abc.abstractmethod
     def switch(
-        self,
-        index: Any,
-        branches: Sequence[Callable[[], list[Any]]],
-        platforms: Sequence[Any] | None,
+        self, index: Any, branches: Sequence[Function], platforms: Sequence[Any] | None
     ) -> list[Shard]:
         """Return the results of the branch at `index`, or of the one for the platform."""
 
@@ -78,11 +80,7 @@ class EmitOperations(Executor):
     """Applies operations to arrays, inside `jax.shard_map`."""
 
     def run(
-        self,
-        execute: Callable[..., Sequence[Array]],
-        shards: Sequence[Any],
-        like: Sequence[Any],
-        product: ProductDims | None = None,
+        self, execute: Function, shards: Shards, like: Shards, product: ProductDims | None = None
     ) -> Sequence[Shard]:
         """Return `execute(*shards)`."""
         arrays = execute(*shards)
@@ -91,24 +89,25 @@ class EmitOperations(Executor):
             assert (array.shape, array.dtype) == (one.shape, one.dtype), (array, one)
         return arrays
 
-    def scan(
-        self, scan: Scan, body: Callable[..., Any], carry: Sequence[Any], xs: Sequence[Any]
-    ) -> list[Shard]:
+    def follow(self, body: Function, carry: Shards, row: Shards) -> Function:
+        """Trace a loop's body, and return a function that evaluates what was traced."""
+        traced = jaxpr_as_fun(jax.make_jaxpr(body)(carry, row))
+        return lambda carry, row: traced(*carry, *row)
+
+    def add(self, other: Executor, trips: int) -> None:
+        """Do nothing: what was traced is in the body."""
+
+    def scan(self, scan: Scan, body: Function, carry: Shards, xs: Shards) -> list[Shard]:
         """Run `lax.scan`."""
         return list(scan.run(body, carry, xs))
 
-    def while_loop(
-        self, condition: Callable[..., Any], body: Callable[..., Any], start: tuple[Any, ...]
-    ) -> tuple[Shard, ...]:
+    def while_loop(self, condition: Function, body: Function, start: Carried) -> Carried:
         """Run `lax.while_loop`."""
-        last: tuple[Shard, ...] = lax.while_loop(condition, body, start)
+        last: Carried = lax.while_loop(condition, body, start)
         return last
 
     def switch(
-        self,
-        index: Any,
-        branches: Sequence[Callable[[], list[Any]]],
-        platforms: Sequence[Any] | None,
+        self, index: Any, branches: Sequence[Function], platforms: Sequence[Any] | None
     ) -> list[Shard]:
         """Run `lax.switch`, or `lax.platform_dependent`."""
         return taken(index, branches, platforms)
@@ -130,11 +129,7 @@ class FollowShapes(Executor):
         self.traffic, self.flops, self._trips = 0, 0, 1
 
     def run(
-        self,
-        execute: Callable[..., Sequence[Array]],
-        shards: Sequence[Any],
-        like: Sequence[Any],
-        product: ProductDims | None = None,
+        self, execute: Function, shards: Shards, like: Shards, product: ProductDims | None = None
     ) -> Sequence[Shard]:
         """Return `like`."""
         for one in (*shards, *like):
@@ -143,9 +138,18 @@ class FollowShapes(Executor):
             self.flops += self._trips * 2 * math.prod(product)
         return like
 
-    def scan(
-        self, scan: Scan, body: Callable[..., Any], carry: Sequence[Any], xs: Sequence[Any]
-    ) -> list[Shard]:
+    def follow(self, body: Function, carry: Shards, row: Shards) -> Function:
+        """Run a loop's body, and return a function that returns the same shapes."""
+        results = body(carry, row)
+        return lambda carry, row: results
+
+    def add(self, other: Executor, trips: int) -> None:
+        """Count the traffic and flops of `other`."""
+        assert isinstance(other, FollowShapes)
+        self.traffic += self._trips * trips * other.traffic
+        self.flops += self._trips * trips * other.flops
+
+    def scan(self, scan: Scan, body: Function, carry: Shards, xs: Shards) -> list[Shard]:
         """Follow one iteration, which returns the carry as it received it."""
         before, self._trips = self._trips, self._trips * scan.length
         out = body(carry, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs])
@@ -154,19 +158,14 @@ class FollowShapes(Executor):
         stacked = [jax.ShapeDtypeStruct((scan.length, *y.shape), y.dtype) for y in ys]
         return [*out[: scan.num_carry], *stacked]
 
-    def while_loop(
-        self, condition: Callable[..., Any], body: Callable[..., Any], start: tuple[Any, ...]
-    ) -> tuple[Shard, ...]:
+    def while_loop(self, condition: Function, body: Function, start: Carried) -> Carried:
         """Follow the condition and one iteration."""
         condition(start)
-        last: tuple[Shard, ...] = body(start)
+        last: Carried = body(start)
         return last
 
     def switch(
-        self,
-        index: Any,
-        branches: Sequence[Callable[[], list[Any]]],
-        platforms: Sequence[Any] | None,
+        self, index: Any, branches: Sequence[Function], platforms: Sequence[Any] | None
     ) -> list[Shard]:
         """Follow every branch; their results have the same shapes."""
         return [branch() for branch in branches][-1]

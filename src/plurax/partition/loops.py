@@ -2,7 +2,8 @@
 
 A loop's body is partitioned like any function, but each iteration must receive its operands in the
 same shardings: the constants, the carry (see `carry.py`) and the rows of the stacked inputs. `Loop`
-plans the body, executing nothing, until these shardings are stable, then runs it under `lax.scan`.
+follows the body until these shardings are stable, mostly once, and runs under `lax.scan` what was
+traced of it then.
 
     mesh tensor=2; a scan over 6 layers; the model's shapes and the shapes on one device
 
@@ -18,7 +19,7 @@ that is on one device only would cost a broadcast each time.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from plurax.jaxpr.context import GATHERED, RING
 from plurax.partition.buckets import computed_at
 from plurax.partition.carry import Carry
 from plurax.partition.manual import masked
+from plurax.partition.resharder import Attempt
 from plurax.partition.ring import AXIS, PLACED, Ring, kind_of_stack, ring_of
 from plurax.partition.values import OwnRows, ShardedValue, ValueVersions
 from plurax.sharding.spec import REPLICAS, TensorSharding
@@ -87,6 +89,9 @@ class Loop:
         ]
         reduce_shared(partitioner, self.consts)
         self.found: list[ShardedValue] = []
+        # The last attempt, and what it followed.
+        self.attempt: Attempt
+        self.body: Callable[..., Any]
         # By the place of a stacked output: which rows a device has, and the place of their sizes.
         self.own: dict[int, tuple[OwnRows, int]] = {}
 
@@ -113,13 +118,14 @@ class Loop:
         return value
 
     def settle(self) -> None:
-        """Find the shardings of the carry, by planning the body."""
+        """Find the shardings of the carry, by following the body."""
         rows = [jax.ShapeDtypeStruct(x.array.shape[1:], x.dtype) for x in self.xs]
         replicated = False
         # `max_attempts` reach a fixed point; replicating the carry over `data` starts a second.
         for _ in range(2 * self.carry.max_attempts):
-            with self.partitioner.planning() as records:
-                self._iteration(self.carry.shapes(), rows)
+            with self.partitioner.repeated(self.length), self.partitioner.attempt() as attempt:
+                executor, records = self.attempt = attempt
+                self.body = executor.follow(self._iteration, self.carry.shapes(), rows)
             if self.carry.learn(self.found[: self.carried]):
                 self.mixes_blocks = bool(self.ring) and any(AXIS in one.axes for one in records)
                 # `sent` is that of one iteration, and the alternative is sent once.
@@ -131,10 +137,6 @@ class Loop:
                 replicated = True
         raise AssertionError("no sharding of the carry fits the loop")
 
-    def start(self) -> list[Array]:
-        """Return the shards of the carry for the first iteration."""
-        return self.carry.start()
-
     def run(self, start: list[Array]) -> list[ValueVersions]:
         """Run the loop and return the final carry and the stacked outputs."""
         rows = [value.array for value in self.xs]
@@ -144,8 +146,8 @@ class Loop:
             ring = Ring(self.partitioner, self.ring, self.scan, self._iteration, around, kinds)
             arrays = ring.run(start, rows)
         else:
-            with self.partitioner.repeated(self.length):
-                arrays = self.partitioner.executor.scan(self.scan, self._iteration, start, rows)
+            self.partitioner.keep(self.attempt, self.length)
+            arrays = self.partitioner.executor.scan(self.scan, self.body, start, rows)
         results = []
         kinds = [*[""] * self.carried, *kinds]
         for var, array, value, kind in zip(
@@ -156,11 +158,9 @@ class Loop:
             if len(sharding.dims) < len(var.aval.shape):
                 over = self.ring if kind != PLACED else ()
                 sharding = TensorSharding((over, *sharding.dims), sharding.partial - {*over})
-            results.append(
-                ValueVersions(
-                    ShardedValue(array, tuple(var.aval.shape), sharding, data_varying, is_param)
-                )
-            )
+            shape = tuple(var.aval.shape)
+            out = ShardedValue(array, shape, sharding, data_varying, is_param)
+            results.append(ValueVersions(out))
         for place, (of_row, sizes) in self.own.items():
             own = OwnRows(of_row.dim + 1, of_row.axes, results[sizes])
             results[place] = ValueVersions(dataclasses.replace(results[place].value, rows=own))

@@ -469,7 +469,7 @@ class Partitioner(Resharder):
             loop = Loop(self, eqn, inputs, goals, less, ring=False)
             loop.settle()
         with self.needed_by(eqn):
-            start = loop.start()
+            start = loop.carry.start()
         return loop.run(start)
 
     def finish(

@@ -41,6 +41,9 @@ from plurax.sharding.reduce_dtype import SumRounding
 from plurax.sharding.reshard import ReshardStep, apply_moves
 from plurax.sharding.spec import REPLICAS, TensorSharding
 
+Attempt = tuple[Executor, list[Collective]]
+"""What executed operations that may not be kept, and their collectives."""
+
 
 class Resharder:
     """Brings values to shardings, and executes operations on one device's shards.
@@ -74,12 +77,23 @@ class Resharder:
     @contextlib.contextmanager
     def planning(self) -> Iterator[list[Collective]]:
         """Execute nothing within: shards are `jax.ShapeDtypeStruct`s. Yields the collectives."""
+        with self.attempt(FollowShapes) as (_, records):
+            yield records
+
+    @contextlib.contextmanager
+    def attempt(self, kind: type[Executor] | None = None) -> Iterator[Attempt]:
+        """Keep apart what is executed within, by default as everything else, until `keep`."""
         executor, records = self._executor, self.records
-        self._executor, self.records = FollowShapes(), []
+        self._executor, self.records = (kind or type(executor))(), []
         try:
-            yield self.records
+            yield self._executor, self.records
         finally:
             self._executor, self.records = executor, records
+
+    def keep(self, attempt: Attempt, trips: int) -> None:
+        """Count what an attempt has executed, which a loop repeats."""
+        self._executor.add(attempt[0], trips)
+        self.records += attempt[1]
 
     @property
     def executor(self) -> Executor:

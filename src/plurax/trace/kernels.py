@@ -17,7 +17,7 @@ Example, a dense layer forward and backward; kernels in brackets:
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
 from plurax.jaxpr.product_dims import PRODUCTS
@@ -36,18 +36,18 @@ SAME, OTHER, REUSED = 0, 1, 2
 class Kernel:
     """Operations that run as one.
 
-    **Attributes:** `ops`, the last one first; `root`, that one; `outputs`, what it writes; `reads`,
-    for each value it reads from memory how (`SAME`, `OTHER`, `REUSED`); `twin`, another one that
-    computes the same.
+    **Attributes:** `ops`, the last one first, and the `names` of these and of all inside; `root`,
+    the last one; `outputs`, what it writes; `reads`, for each value it reads from memory how
+    (`SAME`, `OTHER`, `REUSED`); `twin`, another one that computes the same.
     """
 
-    __slots__ = ("inner", "ops", "reads", "root", "rules", "twin")
+    __slots__ = ("inner", "names", "ops", "reads", "root", "rules", "twin")
 
     def __init__(
         self, root: Op, rules: CompilerRules, inner: Sequence[list["Kernel"]] = ()
     ) -> None:
         self.root, self.rules, self.ops, self.inner = root, rules, [root], inner
-        self.reads: dict[Value, int] = {}
+        self.reads, self.names = dict[Value, int](), set[str]()
         self.twin: Kernel | None = None
         self._read(root, SAME)
         if inner:
@@ -58,12 +58,12 @@ class Kernel:
         """What the kernel writes."""
         return self.root.outputs
 
-    def has_any(self, names: Container[str]) -> bool:
+    def has_any(self, names: Iterable[str]) -> bool:
         """Whether an operation of one of these names is in the kernel, or in a loop that it is."""
-        inner = (op for root in self.ops for block in root.blocks for op in block.all_ops())
-        return any(op.name in names for op in (*self.ops, *inner))
+        return not self.names.isdisjoint(names)
 
     def _read(self, op: Op, how: int) -> None:
+        self.names.update([op.name], (one.name for block in op.blocks for one in block.all_ops()))
         for index, value in enumerate(op.inputs):
             own = _how(op, index, value, self.rules)
             self.reads[value] = max(self.reads.get(value, SAME), how, own)
@@ -203,13 +203,12 @@ def _twins(
 
     An operand that one product reads as it is, and another one transposed, is computed twice.
     """
-    fusible = op.name in rules.fusible and op.name not in rules.expensive
-    if not fusible or len(op.outputs[0].shape) < 3:
-        return []
     into = readers[op.outputs[0]]
-    twins = [one for one in into if one.root.name == "operand"]
-    if not all(one.root.name in ("operand", "dot_general") for one in into):
+    fusible = op.name in rules.fusible and op.name not in rules.expensive
+    products = all(one.root.name in ("operand", "dot_general") for one in into)
+    if not (fusible and products) or len(op.outputs[0].shape) < 3:
         return []
+    twins = [one for one in into if one.root.name == "operand"]
     for twin in twins:
         twin.twin = kernel
     return twins
@@ -266,6 +265,7 @@ def _combined(separate: list[Kernel], rules: CompilerRules) -> list[Kernel]:
             )
             last.reads |= other.reads
             last.ops += other.ops
+            last.names |= other.names
             gone.add(other)
     return [kernel for kernel in separate if kernel not in gone]
 
