@@ -508,6 +508,8 @@ OPERATIONS = {
     "take clipped": (
         lambda x: x.at[INDEX[:, 0]].get(mode="clip", wrap_negative_indices=False), (TABLE,),
         (S("tensor", None),)),
+    "take past the ends": (
+        lambda x: x[jnp.array([1, 9, -20, 3])], (TABLE,), (S("tensor", None),)),
     "take by bytes": (
         lambda x: jnp.take(x, jnp.arange(0, 128, 9, jnp.int8), axis=0), (np.tile(TABLE, (32, 1)),),
         (S("tensor", None),)),

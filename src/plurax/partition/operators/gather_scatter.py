@@ -145,13 +145,11 @@ def _own_index(
     return indices, own, inside
 
 
-def _clipped(indices: Array, roles: Roles, shape: Sequence[int], mode: Any) -> Array:
-    """Clip indices into the table if the mode says so; widen them, so that offsets fit."""
+def _widened(indices: Array, roles: Roles, shape: Sequence[int], *, clips: bool) -> Array:
+    """Return indices wide enough for offsets; if it `clips`, clipped into the table."""
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
-    if mode != lax.GatherScatterMode.CLIP:
-        return indices
-    for dim, position in roles.indexed.items():
+    for dim, position in roles.indexed.items() if clips else ():
         indices = indices.at[..., position].set(jnp.clip(indices[..., position], 0, shape[dim] - 1))
     return indices
 
@@ -206,8 +204,11 @@ def _read_own(
     indices: Array,
 ) -> list[Array]:
     """Read the rows of this device's shard of a table of the given shape, and zeros for others."""
-    clipped = _clipped(indices, roles, shape, eqn.params["mode"])
-    index, own, inside = _own_index(axes, clipped, roles, table_dims, shape)
+    # XLA reads the last row at indices past the end, even if promised that there are none.
+    fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    split = {axis for dim in roles.indexed for axis in table_dims[dim]}
+    indices = _widened(indices, roles, shape, clips=bool(split) and not fills)
+    index, own, inside = _own_index(axes, indices, roles, table_dims, shape)
     # Indices into other shards are clipped, and what they read is masked below. Those of other dims
     # are read as the mode says.
     for dim, position in roles.indexed.items():
@@ -223,9 +224,8 @@ def _read_own(
         mask_shape[row_dim] = own.shape[dim]
     own, inside = own.reshape(mask_shape), inside.reshape(mask_shape)
     array = jnp.where(own, array, jnp.zeros((), array.dtype))
-    if eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+    if fills:
         # Only one device fills in: the others' terms are zero.
-        split = {axis for dim in roles.indexed for axis in table_dims[dim]}
         first = axes.index(sorted(split)) == 0
         array = jnp.where(~inside & first, _fill(eqn, array.dtype), array)
     return [array]
@@ -437,9 +437,9 @@ def _add_own(
     """
     if once:
         table = jnp.where(axes.index(once) == 0, table, jnp.zeros((), table.dtype))
-    clipped = _clipped(indices, roles, shape, eqn.params["mode"])
-    index, own, _ = _own_index(axes, clipped, roles, table_dims, shape)
     mode = eqn.params["mode"]
+    indices = _widened(indices, roles, shape, clips=mode == lax.GatherScatterMode.CLIP)
+    index, own, _ = _own_index(axes, indices, roles, table_dims, shape)
     if own is not None:
         for dim, position in roles.indexed.items():
             # An index past the end is dropped.
