@@ -77,6 +77,26 @@ def perceptron(width, rows):
     return px.Task(init=init, loss=loss), {"x": jnp.zeros((rows, width))}, rules
 
 
+def recommender(words, width, rows):
+    """Two large tables whose rows meet in a perceptron; the rows are split, and its hidden dim."""
+
+    def init(key):
+        return {
+            "users": jnp.zeros((words, width)), "items": jnp.zeros((words, width)),
+            "hidden": jnp.zeros((2 * width, 8 * width)), "out": jnp.zeros((8 * width, 1)),
+        }  # fmt: skip
+
+    def loss(params, batch, keys):
+        pair = params["users"][batch["user"]], params["items"][batch["item"]]
+        x = jax.nn.relu(jnp.concatenate(pair, axis=1) @ params["hidden"]) @ params["out"]
+        return (x[:, 0] - batch["rating"]) ** 2
+
+    batch = {name: jnp.zeros(rows, jnp.int32) for name in ("user", "item")}
+    rules = dict.fromkeys(("users", "items", "out"), ("tensor", None))
+    rules["hidden"] = (None, "tensor")
+    return px.Task(init=init, loss=loss), batch | {"rating": jnp.zeros(rows)}, rules
+
+
 def from_zoo(name, rows):
     model = MODELS[name]
     return zoo_task(model), model.data(np.random.default_rng(0), rows), model.rules
@@ -87,6 +107,7 @@ NETWORKS = {
     "large perceptron": lambda: perceptron(4096, 4096),
     "experts": lambda: from_zoo("experts", 64),
     "fourier": lambda: from_zoo("fourier", 64),
+    "recommender": lambda: recommender(200_000, 64, 16384),
     "transformer": lambda: (models.transformer_stack(), models.text(64), models.megatron()),
 }
 
