@@ -60,7 +60,7 @@ $(OF_NEWEST)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 test-newest: TESTS = $(addprefix tests/unit/test_,$(addsuffix .py,jaxpr batch_minor sharding \
-  drawn_programs schedules stages candidates loop_constants remat stream \
+  drawn_programs schedules stages candidates loop_constants loops remat stream \
   manual_axes recorded_collectives estimate)) tests/hlo/test_stages_hlo.py \
   tests/parity/test_early_reduction.py tests/parity/test_fused_attention.py \
   tests/parity/test_experts_over_data.py tests/parity/test_kernels_over_context.py \
