@@ -50,8 +50,7 @@ class Branches:
         """Return the results of the branch that is taken."""
         with self.partitioner.apart(self.data_varying):
             with self.partitioner.planning():
-                count = range(len(self.branches))
-                planned = [[*map(self._output, self._evaluated(branch))] for branch in count]
+                planned = [[*map(self._output, self._evaluated(*one))] for one in self.branches]
             common = [self._common(outputs) for outputs in zip(*planned, strict=True)]
             arrays = iter(self._executed(common))
         results: list[Output] = []
@@ -63,9 +62,8 @@ class Branches:
                 results.append(ShardedValue(next(arrays), shape, *kind))
         return [ValueVersions(result) for result in results]
 
-    def _evaluated(self, branch: int) -> list[ValueVersions]:
+    def _evaluated(self, body: Any, consts: Sequence[Any]) -> list[ValueVersions]:
         """Evaluate a branch on the operands."""
-        body, consts = self.branches[branch]
         operands = [versions.fresh() for versions in self.operands]
         results: list[ValueVersions] = self.partitioner.evaluate(body, consts, operands)
         return results
@@ -102,11 +100,11 @@ class Branches:
     def _executed(self, common: Sequence[Any]) -> list[Array]:
         """Run the branches, with each result in the common sharding."""
 
-        def executed(branch: int) -> list[Array]:
-            results = zip(self._evaluated(branch), common, strict=True)
+        def executed(body: Any, consts: Sequence[Any]) -> list[Array]:
+            results = zip(self._evaluated(body, consts), common, strict=True)
             return [self._resharded(value, kind[0]).array for value, kind in results if kind]
 
-        branches = [functools.partial(executed, branch) for branch in range(len(self.branches))]
+        branches = [functools.partial(executed, *branch) for branch in self.branches]
         platforms = self.eqn.params.get("branches_platforms")
         return list(self.partitioner.executor.switch(self.index.array, branches, platforms))
 
