@@ -31,6 +31,7 @@ from plurax.jaxpr.compat import Scan, open_jaxpr
 from plurax.jaxpr.context import GATHERED, RING
 from plurax.partition.buckets import computed_at
 from plurax.partition.carry import Carry
+from plurax.partition.executors import FollowShapes
 from plurax.partition.manual import masked
 from plurax.partition.resharder import Attempt
 from plurax.partition.ring import AXIS, PLACED, Ring, kind_of_stack, ring_of
@@ -123,7 +124,8 @@ class Loop:
         replicated = False
         # `max_attempts` reach a fixed point; replicating the carry over `data` starts a second.
         for _ in range(2 * self.carry.max_attempts):
-            with self.partitioner.repeated(self.length), self.partitioner.attempt() as attempt:
+            kind = FollowShapes if self.ring else None  # a ring runs the body in other ways
+            with self.partitioner.repeated(self.length), self.partitioner.attempt(kind) as attempt:
                 executor, records = self.attempt = attempt
                 self.body = executor.follow(self._iteration, self.carry.shapes(), rows)
             if self.carry.learn(self.found[: self.carried]):
