@@ -123,6 +123,22 @@ def groups_of_heads(p, q, k, v):
     return out.reshape(q.shape)
 
 
+def groups_of_heads_joined(p, q, k, v):
+    """As Gemma's: heads are one dim for the bias and the mask, and groups for the products."""
+    s = jnp.einsum("btmgh,bsmh->bmgts", q.reshape(B, T, 2, 2, H), k[:, :, :2])
+    s = jnp.where(distance() <= 2, s.reshape(B, N, T, S) + p["bias"][None], -1e30)
+    weights = jax.nn.softmax(s).reshape(B, 2, 2, T, S)
+    return jnp.einsum("bmgts,bsmh->btmgh", weights, v[:, :, :2]).reshape(q.shape)
+
+
+def heads_taken_apart(p, q, k, v):
+    """Heads that are groups for the softmax alone, in other sizes, and rows and heads joined."""
+    s = (scores(q, k) + p["bias"][None]).reshape(B * N, T, S)
+    weights = jnp.exp(s - s.max(-1, keepdims=True)).reshape(B, 2, 2, T, S)
+    weights = weights / weights.sum(-1, keepdims=True)
+    return summed(weights.reshape(B, N, T, S), v)
+
+
 def without_maximum(p, q, k, v):
     weights = jnp.exp(scores(q, k))
     return summed(weights / weights.sum(-1, keepdims=True), v)
@@ -224,7 +240,8 @@ def mixed_heads(p, q, k, v):
 VARIANTS = [
     plain, causal, causal_tril, rows_without_keys, window, segments, padding, bias, slopes,
     soft_cap, dropout, dropout_before_the_quotient, softmax_with_where, one_head_of_keys,
-    groups_of_heads, without_maximum, by_hand, by_a_reciprocal, small_divisor,
+    groups_of_heads, groups_of_heads_joined, heads_taken_apart, without_maximum, by_hand,
+    by_a_reciprocal, small_divisor,
     one_more_in_the_divisor, log_sum_exp, log_softmax, a_result_beside, sigmoid, linear,
     keys_first, of_each_example, of_products_with_positions, in_a_loop_over_layers, recomputed,
     one_after_another, layers_with_one_mask, mixed_heads,
@@ -518,6 +535,17 @@ def test_what_is_not_recognised_is_computed_whole_and_said(attention):
     assert len(said) == 1
     assert "test_stream.py" in str(said[0].message)
     np.testing.assert_array_equal(out, attention(*args))
+
+
+def test_what_is_said_is_of_the_keys():
+    """`jnp.einsum` may write keys first; queries are followed too, and further, as to a result."""
+
+    def keys_first(p, q, k, v):
+        s = jnp.einsum("bsnh,btnh->bnst", k, q).swapaxes(2, 3)
+        return summed(jax.nn.softmax(s) ** 2, v)
+
+    with pytest.warns(StreamWarning, match="integer_pow at .* what it computes is no softmax"):
+        streamed(keys_first, 4)(*inputs())
 
 
 def test_attention_behind_what_is_computed_whole_is_streamed():

@@ -102,7 +102,8 @@ class Context:
             if length == size
         )
         beside = any(size in shape_of(var) for var in region.beside())
-        return None if beside or not known else order
+        joined = {label for whole, own in region.parts.items() for label in (whole, *dict(own))}
+        return None if beside or not known or tokens in joined else order
 
     def order_of(self, groups: int, *sizes: int) -> Order | None:
         """Return the order in which so many groups may have dims of tokens of these sizes, if they

@@ -34,6 +34,7 @@ from plurax.jaxpr.degrees import Degrees
 from plurax.jaxpr.equal_dims import equal_dims, is_bitcast, shape_of
 from plurax.jaxpr.forms import FREE, KEPT, Form, Forms, NotFollowedError
 from plurax.jaxpr.interpret import last_reads, needed, variables
+from plurax.jaxpr.joined_dims import JoinedDims, Parts
 from plurax.jaxpr.random_blocks import draws_apart
 
 
@@ -62,6 +63,8 @@ class Region:
     - `size`: of the dim.
     - `queries`, `shared`: the labels of the first product's dims that come from the other operand,
       and from both.
+    - `parts`: of each label of a dim that a reshape joins of several, or takes apart, the labels
+      and the sizes of these.
     """
 
     eqns: list[Any]
@@ -79,6 +82,7 @@ class Region:
     size: int
     queries: tuple[int, ...]
     shared: tuple[int, ...]
+    parts: dict[int, Parts]
 
     def ids(self) -> set[int]:
         """Return the `id`s of the equations that the region replaces."""
@@ -150,8 +154,12 @@ def follow(eqns: Sequence[Any], results: Sequence[Any], index: int, place: int, 
     Raises `NotFollowedError` with the equation at which it cannot be followed.
     """
     walk = _DimWalk(eqns, results, index, place, dim)
-    walk.run()
-    return walk.region()
+    try:
+        walk.run()
+        return walk.region()
+    except NotFollowedError as error:
+        error.reductions = len(walk.reductions)
+        raise
 
 
 class _DimWalk:
@@ -170,12 +178,13 @@ class _DimWalk:
         self._numbers = itertools.count()
         self._labels: dict[Any, list[int]] = {}
         self._same: dict[int, int] = {}
+        self._parts = JoinedDims(self._numbers, self._find)
         self._beside: dict[Any, list[int]] = {}  # of what is computed inside, such as a mask
         self._inside: list[Any] = []
         self._copied: set[int] = set()
         self._dims: dict[Any, int] = {}
         self._read: dict[tuple[int, int], tuple[Any, int | None]] = {}
-        self._reductions: list[tuple[Any, Form]] = []
+        self.reductions: list[tuple[Any, Form]] = []
         self._later: list[Any] = []
         self._begin(place, dim)
 
@@ -224,7 +233,11 @@ class _DimWalk:
     def _label_result(self, eqn: Any, known: Mapping[tuple[int, int], int]) -> None:
         for index, var in enumerate(eqn.outvars):
             rank = len(shape_of(var))
-            labels = [known.get((len(eqn.invars), d)) if index == 0 else None for d in range(rank)]
+            labels: Sequence[int | None] = [
+                known.get((len(eqn.invars), d)) if index == 0 else None for d in range(rank)
+            ]
+            if eqn.primitive.name == "reshape" and eqn.invars[0] in self._labels:
+                labels = self._parts.reshaped(eqn, self._labels[eqn.invars[0]], labels)
             self._labels[var] = [next(self._numbers) if n is None else n for n in labels]
 
     # --- The walk -------------------------------------------------------------------------------
@@ -252,7 +265,7 @@ class _DimWalk:
             if self._last.get(var) == len(self._eqns):
                 reason = "nothing reduces the dim of what it computes"
                 raise NotFollowedError(self._producer[var], reason)
-        if not self._reductions:
+        if not self.reductions:
             raise NotFollowedError(self._start, "nothing reduces the dim")
 
     def _step(self, eqn: Any) -> None:
@@ -276,7 +289,7 @@ class _DimWalk:
             else:
                 self._operand(eqn, place, atom, places.get(place), known)
         if dim is None:
-            self._reductions.append((eqn, form))
+            self.reductions.append((eqn, form))
             self._known.statistics.add(out)
             self._maximum.add(eqn, form)
         else:
@@ -291,7 +304,7 @@ class _DimWalk:
         if self._known.stand_ins[id(eqn), place][0] == "shift":
             known = self._labels
             rows = set(map(self._find, self.rows_of(self._known.shifted, known))) - {key}
-            if not rows <= labels:
+            if not self._parts.of(rows) <= self._parts.of(labels):
                 raise NotFollowedError(eqn, "its maximum is that of several softmaxes")
 
     # --- Inputs ---------------------------------------------------------------------------------
@@ -374,11 +387,11 @@ class _DimWalk:
         order = {id(eqn): index for index, eqn in enumerate(self._eqns)}
         inside = sorted(self._inside, key=lambda eqn: order[id(eqn)])
         labels = {v: tuple(map(self._find, one)) for v, one in self._labels.items()}
-        reduced = [eqn.outvars[0] for eqn, _ in self._reductions]
+        reduced = [eqn.outvars[0] for eqn, _ in self.reductions]
         symbols = [
-            var for _, form in self._reductions for var, _ in (*form.terms, *form.factors)
+            var for _, form in self.reductions for var, _ in (*form.terms, *form.factors)
         ]  # fmt: skip
-        mine = {id(eqn) for eqn in (*inside, *(eqn for eqn, _ in self._reductions))}
+        mine = {id(eqn) for eqn in (*inside, *(eqn for eqn, _ in self.reductions))}
         rest = [eqn for eqn in self._eqns if id(eqn) not in mine]
         effects = {id(eqn) for eqn in rest if eqn.effects}
         used = needed(rest, self._results, set(reduced), effects)
@@ -386,7 +399,7 @@ class _DimWalk:
         shared = needed(self._later, symbols, set(reduced))
         chosen = {id(eqn) for eqn in (*absorbed, *shared)}
         after: list[tuple[Any, Form | None]] = [(e, None) for e in self._later if id(e) in chosen]
-        behind = sorted([*self._reductions, *after], key=lambda step: order[id(step[0])])
+        behind = sorted([*self.reductions, *after], key=lambda step: order[id(step[0])])
         kept = {id(eqn) for eqn in absorbed}
         read = {a for eqn in used if id(eqn) not in kept for a in variables(eqn.invars)}
         read.update(variables(self._results))
@@ -400,19 +413,19 @@ class _DimWalk:
         labels |= {v: tuple(map(self._find, one)) for v, one in self._beside.items()}
         return Region(
             inside, self._dims, inputs, self._read, self._known.stand_ins, self._known.shifted,
-            self._reductions, absorbed, behind, results, labels, frozenset(self._copied),
-            self._size, queries, batch,
+            self.reductions, absorbed, behind, results, labels, frozenset(self._copied),
+            self._size, queries, batch, self._parts.known(),
         )  # fmt: skip
 
     def _check_factors(self, labels: Mapping[Any, tuple[int, ...]]) -> None:
         """Refuse sums over queries: a factor has an entry for each of them."""
-        for eqn, form in self._reductions:
+        for eqn, form in self.reductions:
             out = set(labels[eqn.outvars[0]])
             rows = [set(self.rows_of(var, labels)) for var, _ in (*form.terms, *form.factors)]
             if form.terms and self._known.shifted is not None:
                 shifted = set(self.rows_of(self._known.shifted, labels))
                 rows.append(shifted - {self._find(self._key)})
-            if any(not row <= out for row in rows):
+            if any(not self._parts.of(row) <= self._parts.of(out) for row in rows):
                 raise NotFollowedError(eqn, "it sums weights of several softmaxes")
 
     @staticmethod

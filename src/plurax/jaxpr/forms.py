@@ -36,8 +36,11 @@ NO_WEIGHT = -1e4
 class NotFollowedError(Exception):
     """Why a dim cannot be followed.
 
-    **Fields:** `eqn`, the equation at fault; `reason`, what is wrong with it.
+    **Fields:** `eqn`, the equation at fault; `reason`, what is wrong with it; `reductions`, how
+    often the dim was reduced before, as keys are and queries are not.
     """
+
+    reductions = 0
 
     def __init__(self, eqn: Any, reason: str) -> None:
         super().__init__(reason)

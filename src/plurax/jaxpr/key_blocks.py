@@ -55,6 +55,7 @@ from plurax.jaxpr.equal_dims import shape_of
 from plurax.jaxpr.follow_dim import Region, own_dims
 from plurax.jaxpr.forms import EXTREMES, Form
 from plurax.jaxpr.interpret import bind, constant, equation_context
+from plurax.jaxpr.joined_dims import aligned
 from plurax.jaxpr.loop_constants import changing
 from plurax.jaxpr.masked_queries import Queries, Range, is_empty
 from plurax.jaxpr.random_blocks import bits_of_block
@@ -470,17 +471,7 @@ class KeyBlocks:
 
     def _aligned(self, array: Array, labels: Sequence[int], var: Any) -> Array:
         """Return an array with its dims, by their labels, where `var` has them, else of size 1."""
-        target = self.region.labels[var]
-        kept = [d for d, label in enumerate(labels) if label in target]
-        gone = tuple(d for d in range(array.ndim) if d not in kept)
-        array = jnp.squeeze(array, gone)
-        places = [target.index(labels[d]) for d in kept]
-        order = sorted(range(len(places)), key=places.__getitem__)
-        array = array.transpose(order)
-        shape = [1] * len(target)
-        for index in order:
-            shape[places[index]] = array.shape[order.index(index)]
-        return array.reshape(shape)
+        return aligned(array, labels, self.region.labels[var], self.region.parts)
 
     # --- Behind the last block ------------------------------------------------------------------
 

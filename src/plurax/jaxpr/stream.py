@@ -317,7 +317,7 @@ def _regions(
             taken |= regions[-1].ids()
         elif refused:
             if _grows(eqn, options.size):
-                _warn(eqn, refused[0])
+                _warn(eqn, max(refused, key=lambda error: error.reductions))
             whole[eqn.outvars[0]] = math.prod(shape_of(eqn.outvars[0]))
     return regions
 
