@@ -30,6 +30,7 @@ class Gpt:
     heads: int
     vocabulary: int = 51200
     tokens: int = 2048
+    kernel: bool = False  # attention is cuDNN's: pip install 'plurax[cuda]'
 
     def task(self) -> px.Task:
         """The model as a task whose examples are `{"tokens": (T + 1,) int32}`."""
@@ -59,7 +60,7 @@ class Gpt:
 
         return px.stack(
             embed=(init_embed, embed),
-            block=(init_block, block),
+            block=(init_block, kernel_block if self.kernel else block),
             head=(lambda key: {"norm": jnp.ones(width)}, losses),
             depth=self.depth,
             tied=["table"],
@@ -98,7 +99,19 @@ def block(params: Params, x_BTD: Array, batch: Params, keys: Any) -> Array:
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     weights = jax.nn.softmax(jnp.where(causal, scores, -1e9).astype(jnp.float32))
     mixed = jnp.einsum("bhts,bhsk->bhtk", weights.astype(v.dtype), v)
-    x_BTD = x_BTD + jnp.einsum("bhtk,hkd->btd", mixed, params["out"])
+    return perceptron(params, x_BTD + jnp.einsum("bhtk,hkd->btd", mixed, params["out"]))
+
+
+def kernel_block(params: Params, x_BTD: Array, batch: Params, keys: Any) -> Array:
+    """The same, with attention by a kernel."""
+    normal = norm(x_BTD, params["norm1"])
+    q, k, v = jnp.einsum("btd,dchk->cbthk", normal, params["qkv"])
+    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    return perceptron(params, x_BTD + jnp.einsum("bthk,hkd->btd", mixed, params["out"]))
+
+
+def perceptron(params: Params, x_BTD: Array) -> Array:
+    """The perceptron, added to its input."""
     hidden = jax.nn.gelu(norm(x_BTD, params["norm2"]) @ params["mlp_in"] + params["mlp_bias"])
     return x_BTD + hidden @ params["mlp_out"]
 

@@ -319,6 +319,7 @@ def test_an_amd_gpu_is_its_data_sheet():
     assert (machine.memory, machine.memory_bandwidth) == (192e9, 5.3e12)
     assert machine.levels[0].bandwidth == 7 * 64e9
     assert machine.platform == "gpu"
+    assert (machine.product_efficiency, machine.efficiency) == (0.51, 0.8)
 
 
 def test_the_machine_in_the_guide_can_be_read():

@@ -77,14 +77,14 @@ class Estimate:
     def between(self) -> tuple[float, float]:
         """The seconds between which a step is expected to be measured.
 
-        The least if nothing is waited for, neither collectives nor other stages of a pipeline; the
-        most if devices reach two thirds of the expected rates, as those of published runs do whose
-        power is limited. Of seventeen published runs sixteen are in between
+        The least if nothing is waited for, neither collectives nor other stages of a pipeline, at
+        the machine's peaks, of which `Machine.efficiency` is expected; the most at two thirds of
+        the expected rates, where power is limited. Of 62 published runs 58 are in between
         (`benchmarks/published.py`).
         """
         parts = (self.gradient, self.update)
-        least = sum(part.products + part.traffic + part.overhead + part.paging for part in parts)
-        return least, self.seconds * 1.5
+        works = sum(part.products + part.traffic + part.overhead + part.paging for part in parts)
+        return self.machine.efficiency * works, self.seconds * 1.5
 
     @property
     def peak(self) -> int:
@@ -144,7 +144,7 @@ class Estimate:
         if hidden := self.gradient.hidden + self.update.hidden:
             rows.append(("  sent meanwhile", f"{human_seconds(hidden)}, in no time of its own"))
         least, most = map(human_seconds, self.between)
-        rows.append(("  between", f"{least} (nothing waits) and {most} (two thirds of the rates)"))
+        rows.append(("  between", f"{least} (no waits, peaks) and {most} (two thirds of rates)"))
         if self.machine.correction != 1:
             rows.append(("  by runs", f"× {self.machine.correction:g}, in all of these"))
         limit = human_bytes(self.machine.memory)
