@@ -602,6 +602,42 @@ def test_a_run_that_goes_on_keeps_what_was_the_best(tmp_path):
     assert again.restore(result.program).steps_taken == 4 * STEPS
 
 
+FOLLOWING = {
+    "EarlyStopping": lambda: cb.EarlyStopping("score", patience=2),
+    "ReduceOnPlateau": lambda: cb.ReduceOnPlateau("score", patience=2),
+    "KeepBest": lambda: cb.KeepBest("score"),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_another_run_begins_anew(name):
+    """With the callback that has followed one before."""
+    first, second = [1.0, 2.0, 0.5, 3.0], [7.0, 6.0, 8.0, 9.0]
+    used, new = FOLLOWING[name](), FOLLOWING[name]()
+    fit([Says(*first), used])
+    again, wanted = (fit([Says(*second), one]) for one in (used, new))
+    assert [row["step"] for row in again.history] == [row["step"] for row in wanted.history]
+    assert used.get_state() == new.get_state()
+    same(again.state.params, wanted.state.params)
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_new_members_have_no_best_value_yet(name, tmp_path):
+    """A population grows by two, after an epoch in which its first two did not improve."""
+    values = [(3.0, 1.0), (3.0, 2.0), (2.0, 3.0, 5.0, 5.0), (4.0, 0.5, 6.0, 4.0)]
+    fit([Says(*values), FOLLOWING[name]()], members=px.Members(2), epochs=2, output=tmp_path)
+    callback = FOLLOWING[name]()
+    result = fit([Says(*values), callback], members=px.Members(4), output=tmp_path, resume=True)
+    assert callback.get_state()["best"] == [2.0, 0.5, 5.0, 4.0]
+    assert len(result.history) == 4
+    if name == "KeepBest":
+        kept = callback.restore(result.program)
+        assert kept.step.tolist() == [3 * STEPS, 4 * STEPS, 3 * STEPS, 4 * STEPS]
+        same(kept.params["out"][3], result.state.params["out"][3])
+    else:
+        assert callback.get_state()["waited"] == [1, 0, 1, 0]
+
+
 def test_nothing_is_kept_before_an_epoch():
     best = cb.KeepBest("score")
     result = fit([Says(*[float("nan")] * 4), best])

@@ -211,6 +211,18 @@ def test_buckets_side_by_side_give_the_same(table):
                  batch_size=16)  # fmt: skip
 
 
+def test_callbacks_begin_anew_in_each_bucket():
+    """Of buckets that train at once they would be told of several runs."""
+    options = {"members": MEMBERS, "plan": PLAN, "epochs": 4, "progress": False}
+    stops = {"callbacks": [px.callbacks.EarlyStopping("loss", patience=1, mode="max")]}
+    shapes = [{"width": 4, "batch_size": 16}] * 2
+    found = px.sweep(make_task, adam, ROWS, shapes=shapes, **options, **stops)
+    assert [len(result.history) for _, result in found.fits] == [2, 2]
+    message = r"the callback EarlyStopping follows one run at a time, and num_parallel=2 buckets"
+    with pytest.raises(px.errors.TaskError, match=message):
+        px.sweep(make_task, adam, ROWS, shapes=shapes, num_parallel=2, **options, **stops)
+
+
 def test_a_sweep_that_is_all_frozen():
     bad = {**ROWS, "x": np.full_like(ROWS["x"], np.nan)}
     with pytest.warns(NonFiniteWarning, match="4 of 4 members"):

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import numpy as np
-
 from plurax import errors
 from plurax.callbacks.followed_metric import FollowedMetric
 from plurax.loop.hook import EpochHook, StartHook, StateHook
@@ -38,31 +36,29 @@ class EarlyStopping(StartHook, EpochHook, StateHook):
         if count is None:
             raise errors.callback_count("EarlyStopping", "patience", patience)
         self._followed = FollowedMetric("EarlyStopping", metric, mode, min_delta)
-        self._patience, self._waited = count, np.zeros(1, int)
+        self._patience = count
 
     def __repr__(self) -> str:
         return f"EarlyStopping({self._followed.metric!r}, patience={self._patience})"
 
     def on_start(self, run: Run) -> None:
         """Do not train on where the run had ended before."""
-        self._followed.check(run)
+        self._followed.begin(run)
         self._stop_if_done(run)
 
     def on_epoch(self, run: Run, row: Row) -> None:
         """Count rows without improvement."""
-        better = self._followed.improved(row)
-        self._waited = np.where(better, 0, self._waited + 1)
+        self._followed.improved(row)
         self._stop_if_done(run)
 
     def _stop_if_done(self, run: Run) -> None:
-        if (self._waited >= self._patience).all():
+        if (self._followed.waited >= self._patience).all():
             run.stop(f"{self!r}: the best {self._followed.metric} is {self._followed.text()}")
 
     def get_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {"best": self._followed.to_json(), "waited": self._waited.tolist()}
+        return self._followed.to_json()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take what a checkpoint kept."""
-        self._followed.restore(state["best"])
-        self._waited = np.asarray(state["waited"])
+        self._followed.restore(state)

@@ -2,6 +2,7 @@
 
 import fnmatch
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ class FollowedMetric:
     `mode`, whether the smallest or the largest value is the best, None to guess by the name;
     `min_delta`, by how much a value has to be better.
 
-    **Attributes:** `best`, shape `(members,)`, `(1,)` for one network.
+    **Attributes:** `best`, shape `(members,)`, `(1,)` for one network; `waited`, how many values in
+    a row were not better, of the same shape.
 
     Raises `TaskError` for another mode.
     """
@@ -34,9 +36,19 @@ class FollowedMetric:
         self._sign = -1.0 if mode == "max" or (mode is None and rises(metric)) else 1.0
         self._min_delta = min_delta
         self.best: np.ndarray | None = None
+        self.waited = np.zeros(1, int)
 
-    def check(self, run: Run) -> None:
-        """Raise `TaskError` before the first step where no row will have the metric."""
+    def begin(self, run: Run) -> None:
+        """Forget an earlier run, and make room for the members that a population has grown by.
+
+        Raises `TaskError` where no row will have the metric.
+        """
+        if run.step == 0:
+            self.restore({"best": None})
+        if self.best is not None:
+            late = np.zeros((run.members.count if run.members else 1) - len(self.best), int)
+            self.best = np.append(self.best, late + math.nan)
+            self.waited = np.append(self.waited, late)
         names = run.metric_names()
         if names is None:
             return
@@ -57,6 +69,7 @@ class FollowedMetric:
         better = self._sign * now < self._sign * self.best - self._min_delta
         better |= np.isnan(self.best) & np.isfinite(now)
         self.best = np.where(better, now, self.best)
+        self.waited = np.where(better, 0, self.waited + 1)
         return better
 
     def _value(self, row: Row) -> Any:
@@ -73,13 +86,16 @@ class FollowedMetric:
             )
         return value
 
-    def to_json(self) -> list[float] | None:
-        """Return the best values, for a checkpoint."""
-        return None if self.best is None else [float(one) for one in self.best]
+    def to_json(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        best = None if self.best is None else [float(one) for one in self.best]
+        return {"best": best, "waited": self.waited.tolist()}
 
-    def restore(self, saved: list[float] | None) -> None:
-        """Take the best values of a checkpoint."""
-        self.best = None if saved is None else np.asarray(saved, np.float64)
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take what a checkpoint kept."""
+        best = saved["best"]
+        self.best = None if best is None else np.asarray(best, np.float64)
+        self.waited = np.asarray(saved.get("waited", np.zeros(len(best or [0]), int)))
 
     def text(self) -> str:
         """Return the best value, of members the best of all, as text."""

@@ -13,6 +13,7 @@ It is written in the background, and what a checkpoint says of the best state ag
 """
 
 import contextlib
+import math
 from typing import Any
 
 import jax
@@ -23,7 +24,8 @@ from jaxtyping import Bool
 from plurax import errors
 from plurax.callbacks.followed_metric import FollowedMetric
 from plurax.checkpoint import Checkpoints
-from plurax.checkpoint.restore import members_meta
+from plurax.checkpoint.restore import members_meta, restore
+from plurax.ensemble.select import take_members
 from plurax.execute.program import Program
 from plurax.loop.hook import EpochHook, SaveHook, StartHook, StateHook, StopHook
 from plurax.loop.log_rows import Row
@@ -59,7 +61,7 @@ class KeepBest(StartHook, EpochHook, SaveHook, StopHook, StateHook):
 
     def on_start(self, run: Run) -> None:
         """Go on from what a run that is resumed has kept."""
-        self._followed.check(run)
+        self._followed.begin(run)
         self._best = None
         if run.output is None:
             return
@@ -77,10 +79,13 @@ class KeepBest(StartHook, EpochHook, SaveHook, StopHook, StateHook):
             return
         self._saved.remove_after(self._step)
         if run.members is not None:
-            restored = self._saved.restore(run.program.canonical_shapes)
-            self._best = None if restored is None else restored[0]
-        self._on_disk = run.group.on_primary(self._read)
-        lost = _differ(self._followed.to_json(), self._on_disk)
+            state = run.program.to_canonical(run.state)
+            restored = restore(run.program, self._saved, lambda new, _: take_members(state, new))
+            self._best = None if restored is None else run.program.to_canonical(restored[0])
+        now, self._on_disk = self._values(), run.group.on_primary(self._read)
+        if self._on_disk is not None and now is not None:  # a population may have grown
+            self._on_disk += [math.nan] * (len(now) - len(self._on_disk))
+        lost = _differ(now, self._on_disk)
         if not lost.any():
             return
         if self._step == run.step:  # killed while it was written
@@ -109,7 +114,7 @@ class KeepBest(StartHook, EpochHook, SaveHook, StopHook, StateHook):
         elif run.members is not None or self._saved is None:
             self._best = state = jax.tree.map(jnp.copy, state)  # the next step reuses its memory
         if self._saved is not None:
-            said = {"metric": self._followed.metric, "best": self._followed.to_json()}
+            said = {"metric": self._followed.metric, "best": self._values()}
             try:
                 self._saved.save(state, {"step": run.step, **said, **members_meta(run.program)})
                 self._writing = True
@@ -126,10 +131,10 @@ class KeepBest(StartHook, EpochHook, SaveHook, StopHook, StateHook):
             if self._restored:
                 self._go_on(run)
                 return
-            self._on_disk = self._followed.to_json()
+            self._on_disk = self._values()
         except errors.DiskError as error:
             if again and self._step == run.step:
-                self._save(run, _differ(self._followed.to_json(), self._on_disk))
+                self._save(run, _differ(self._values(), self._on_disk))
                 self._settle(run)
             else:
                 self._forget(f"step {self._step} could not be saved: {error}")
@@ -141,7 +146,10 @@ class KeepBest(StartHook, EpochHook, SaveHook, StopHook, StateHook):
             "better than that is saved.",
             errors.SaveFailedWarning,
         )
-        self._followed.restore(self._on_disk)
+        self._followed.restore({"best": self._on_disk})
+
+    def _values(self) -> list[float] | None:
+        return self._followed.to_json()["best"]
 
     def _read(self) -> list[float] | None:
         """Return the best values of the state on disk."""
@@ -173,11 +181,11 @@ class KeepBest(StartHook, EpochHook, SaveHook, StopHook, StateHook):
 
     def get_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {"best": self._followed.to_json(), "step": self._step}
+        return {"best": self._values(), "step": self._step}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take what a checkpoint kept."""
-        self._followed.restore(state["best"])
+        self._followed.restore(state)
         self._step, self._restored = state["step"], True
 
 

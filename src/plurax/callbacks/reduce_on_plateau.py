@@ -67,7 +67,6 @@ class ReduceOnPlateau(OptimizerHook, StartHook, EvaluationHook, EpochHook, State
             )
         self._followed = FollowedMetric("ReduceOnPlateau", metric, mode, min_delta)
         self._factor, self._patience = float(factor), count
-        self._waited = np.zeros(1, int)
 
     def __repr__(self) -> str:
         metric = self._followed.metric
@@ -79,7 +78,7 @@ class ReduceOnPlateau(OptimizerHook, StartHook, EvaluationHook, EpochHook, State
 
     def on_start(self, run: Run) -> None:
         """Refuse parameter servers, and a metric that no row will have, before the first step."""
-        self._followed.check(run)
+        self._followed.begin(run)
         run.set_hyperparams()
 
     def on_evaluation(self, run: Run, row: Row) -> None:
@@ -98,21 +97,20 @@ class ReduceOnPlateau(OptimizerHook, StartHook, EvaluationHook, EpochHook, State
 
     def _look(self, run: Run, row: Row) -> None:
         """Count values without improvement, and reduce the scale where there were enough."""
-        self._waited = np.where(self._followed.improved(row), 0, self._waited + 1)
-        reduce = self._waited >= self._patience
+        self._followed.improved(row)
+        reduce = self._followed.waited >= self._patience
         if reduce.any():
-            self._waited = np.where(reduce, 0, self._waited)
+            self._followed.waited = np.where(reduce, 0, self._followed.waited)
             scale = run.hyperparams[SCALE] * np.where(reduce, self._factor, 1.0)
             run.set_hyperparams(**{SCALE: scale if run.members is not None else scale[0]})
 
     def get_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps; the scale is in the optimizer's state."""
-        return {"best": self._followed.to_json(), "waited": self._waited.tolist()}
+        return self._followed.to_json()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take what a checkpoint kept."""
-        self._followed.restore(state["best"])
-        self._waited = np.asarray(state["waited"])
+        self._followed.restore(state)
 
 
 def _scaled(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -5,12 +5,12 @@ alone up to the same step, then joins them. That is exact, because members do no
 other. Example, a parameter of shape `(3, 5)` per member, checkpoint at step 400:
 
     checkpoint               (10, 3, 5)   members 0 to 9; its table must equal the first ten now
-    _catch_up(10, 11)        ( 2, 3, 5)   a program for two members runs steps 0 to 400
+    catch_up(10, 11)         ( 2, 3, 5)   a program for two members runs steps 0 to 400
     join_members             (12, 3, 5)   placed on the devices; training goes on at step 400
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from plurax.mesh import make_mesh, replicated
 from plurax.plan import Plan
 from plurax.resample import Everything
 from plurax.state import TrainState
+
+Late = Callable[[Sequence[int], int], TrainState]
 
 
 def make_program(
@@ -92,24 +94,24 @@ def members_meta(program: Program) -> dict[str, Any]:
 
 
 def restore(
-    program: Program, checkpoints: Checkpoints, source: Data | None = None
+    program: Program, checkpoints: Checkpoints, late: Late | None = None
 ) -> tuple[TrainState, dict[str, Any]] | None:
     """Return the newest state and its description, placed for this program, or None.
 
-    Members that the checkpoint does not hold first catch up on `source`.
+    Members that the checkpoint does not hold are those of `late(indices, step)`.
     """
     check_here(program.mesh.devices.flat)
     if program.members is None:
         restored = checkpoints.restore(program.canonical_shapes)
         return None if restored is None else (program.place(restored[0]), restored[1])
-    restored = checkpoints.restore(lambda meta: _shapes_saved(program, meta, grow=bool(source)))
+    restored = checkpoints.restore(lambda meta: _shapes_saved(program, meta, grow=late is not None))
     if restored is None:
         return None
-    state, meta = restored
-    count, wanted = len(meta["members"]["table"]), program.members.count
-    if count < wanted and source is not None:
-        late = _catch_up(program, source, range(count, wanted), state.steps_taken)
-        state = join_members(state, put(late, _where(program)))
+    (state, meta), wanted = restored, program.members.count
+    count = len(meta["members"]["table"])
+    if count < wanted and late is not None:
+        new = put(late(range(count, wanted), state.steps_taken), _where(program))
+        state = join_members(state, new)
         meta["tally"] = {}
     return program.place(state), meta
 
@@ -124,8 +126,7 @@ def _shapes_saved(program: Program, meta: dict[str, Any], *, grow: bool) -> Trai
             f"{now['resample']}; continuing would not be the same training. Use the same "
             "resampling, or another output directory."
         )
-    count = len(before["table"])
-    wanted = len(now["table"])
+    count, wanted = len(before["table"]), len(now["table"])
     if not count or before["table"] != now["table"][:count] or (not grow and count < wanted):
         if not count:
             raise errors.CheckpointError(
@@ -150,12 +151,11 @@ def _where(program: Program) -> Any:
     return jax.sharding.SingleDeviceSharding(program.mesh.devices.flat[0])
 
 
-def _catch_up(program: Program, source: Data, indices: Sequence[int], steps: int) -> TrainState:
+def catch_up(program: Program, source: Data, indices: Sequence[int], steps: int) -> TrainState:
     """Train some members from the start up to step `steps`."""
     assert program.members is not None
     late = program.of(program.members.take(indices))
-    state = late.init()
-    per_epoch = source.batches_per_epoch
+    state, per_epoch = late.init(), source.batches_per_epoch
     epochs = -(-steps // per_epoch) if per_epoch else np.iinfo(np.int32).max
     ends = {"epochs": epochs, "report_every": epochs, "checkpoint_every": steps}
     for call in train_iter(late, state, source, **ends):  # type: ignore[arg-type]

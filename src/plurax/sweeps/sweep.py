@@ -189,13 +189,18 @@ def sweep(
     - `output`: a directory with one of `fit` for each bucket, and `table.csv`.
     - `options`: of `fit`: `epochs`, `evaluation`, `resume`, ...
 
-    Raises the errors of `fit`, and `PlanError` where `num_parallel` plans do not fit the devices.
+    Callbacks begin anew in each bucket; what one keeps is of the last.
+
+    Raises the errors of `fit`, `PlanError` where `num_parallel` plans do not fit the devices, and
+    `TaskError` for callbacks with a state where buckets train at once.
     """
     buckets = _buckets(shapes)
     names = list(dict.fromkeys(name for shape in buckets for name in shape))
     settings = [name for name in names if name != "batch_size"]
     if settings:
         _check_takes(task, settings, buckets)
+    if num_parallel > 1:
+        _check_callbacks(options.get("callbacks", ()), num_parallel)
     available = list(jax.devices() if devices is None else devices)
     Plan(member=plan.devices * num_parallel).check_devices(len(available))
     # A bucket takes a free group of devices from the queue and puts it back when it is done.
@@ -232,6 +237,17 @@ def sweep(
     if output is not None and table.rows and is_primary():
         table.save_csv(Path(output) / "table.csv")
     return table
+
+
+def _check_callbacks(callbacks: Sequence[Any], num_parallel: int) -> None:
+    """Raise `TaskError` for a callback that would follow several runs at once."""
+    for callback in callbacks:
+        if hasattr(callback, "get_state"):
+            raise errors.TaskError(
+                f"the callback {type(callback).__name__} follows one run at a time, and "
+                f"num_parallel={num_parallel} buckets of the sweep train at once. Leave "
+                "num_parallel out: then each bucket begins anew with it."
+            )
 
 
 def _check_takes(task: Any, names: Sequence[str], buckets: Sequence[Hyper]) -> None:

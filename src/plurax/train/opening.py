@@ -1,6 +1,7 @@
 """Open what a run needs before its first step: its folder, its state, its log, its bar."""
 
 import contextlib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.analysis.estimate import Estimate
 from plurax.checkpoint import Checkpoints
-from plurax.checkpoint.restore import restore
+from plurax.checkpoint.restore import catch_up, restore
 from plurax.distributed.process_group import ProcessGroup
 from plurax.execute.array_data import Position
 from plurax.execute.program import Program
@@ -100,7 +101,7 @@ def start(
     """
     if checkpoints and resume:
         rollbacks.read()
-        restored = restore(program, checkpoints, source)
+        restored = restore(program, checkpoints, functools.partial(catch_up, program, source))
         if restored is not None:
             state, meta = restored
             check_same_run(str(checkpoints.directory), meta, run, named)
