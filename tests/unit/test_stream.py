@@ -561,6 +561,22 @@ def test_attention_behind_what_is_computed_whole_is_streamed():
     assert (B, N, T, 4) in {shape_of(v) for e in all_equations(closed.jaxpr) for v in e.outvars}
 
 
+def test_attention_behind_queries_that_are_parameters_is_streamed():
+    """As Perceiver's: the product of parameters and keys is none that is looked at, that of its
+    weights and the values is refused, and all that is computed from it has the size of its result.
+    """
+
+    def latents(p, q, k, v):
+        s = jnp.einsum("tnh,bsnh->bnts", p["positions"][:, :N, :], k)
+        x = of_queries(jnp.einsum("bnts,bsnh->bnth", jax.nn.softmax(s), v)) * 2
+        return plain(p, x, x, x)
+
+    closed = jax.make_jaxpr(streamed(latents, 6))(*inputs())
+    shapes = {shape_of(v) for e in all_equations(closed.jaxpr) for v in e.outvars}
+    assert (B, N, T, 6) in shapes
+    assert (B, N, T, T) not in shapes
+
+
 def test_a_maximum_whose_gradient_is_stopped_may_be_used():
     def attention(p, q, k, v):
         s = scores(q, k)

@@ -316,9 +316,12 @@ def _regions(
             regions.append(min(able, key=lambda region: len(region.eqns)))
             taken |= regions[-1].ids()
         elif refused:
-            if _grows(eqn, options.size):
+            entries, *read = (math.prod(shape_of(v)) for v in (*eqn.outvars, *eqn.invars))
+            grows = _grows(eqn, options.size)
+            if grows:
                 _warn(eqn, max(refused, key=lambda error: error.reductions))
-            whole[eqn.outvars[0]] = math.prod(shape_of(eqn.outvars[0]))
+            if grows or entries > max(read):  # weights by values are no array of queries by keys
+                whole[eqn.outvars[0]] = entries
     return regions
 
 
