@@ -212,6 +212,12 @@ def test_evaluate_of_nothing_is_refused(program):
         program.evaluate(program.init(), [])
 
 
+def test_a_later_batch_that_does_not_fit_is_said_to_be_of_the_evaluation(program):
+    broken = {**ROWS, "x": ROWS["x"][:, :1]}
+    with pytest.raises(px.errors.BatchError, match="a batch of the evaluation does not fit"):
+        program.evaluate(program.init(), [ROWS, broken])
+
+
 def test_too_few_devices_for_a_plan():
     with pytest.raises(
         px.errors.PlanError, match=r"needs 9 devices \(data=9\) and 8 are available"

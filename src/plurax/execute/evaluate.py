@@ -85,7 +85,7 @@ class Evaluator:
         placement, parts, first = self._placement_of(size), list[Totals](), 0
         # Dispatch all chunks, then fetch: the host waits once, not once per chunk.
         for batch in chunks(data, size):
-            rows, count = placement.place(batch)
+            rows, count = placement.place(batch, "a batch of the evaluation")
             check_not_donated(states)
             chunk = Chunk(placement.number(first % 2**31), count)
             parts.append(self._compiled(size)(*states, rows, chunk))

@@ -118,15 +118,15 @@ class Placement:
         count = leading_dim(batch) if len(sizes) != 1 or 0 in sizes else sizes.pop()
         if count > self.size:
             raise errors.BatchError(
-                f"the batch has {count} examples and the program was compiled for at most "
+                f"{what} has {count} examples and the program was compiled for at most "
                 f"{self.size}. Split it, or compile with a batch of {count}; smaller batches need "
                 "no new program."
             )
         return count
 
-    def place(self, batch: PyTree) -> Placed:
+    def place(self, batch: PyTree, what: str = "the batch") -> Placed:
         """Check a batch, pad it by repeating its examples, and put it on the devices."""
-        rows, size = self.fill(batch)
+        rows, size = self.fill(batch, what)
         rows = jax.tree.map(self._own_memory, rows)
         if process_count() == 1 and self._on_cpu and self.sharding.mesh.size == 1:
             return Placed(self._copy(rows), size)
@@ -152,13 +152,13 @@ class Placement:
         """
         return jax.jit(lambda rows: rows, out_shardings=self.sharding)
 
-    def fill(self, batch: PyTree) -> Placed:
+    def fill(self, batch: PyTree, what: str = "the batch") -> Placed:
         """Check a batch and pad it; NumPy arrays stay on the host.
 
         Passing NumPy arrays to a compiled program is faster than `jax.device_put` before the call.
         Rows that are on the devices as the program takes them are passed as they are.
         """
-        count = self.check(batch)
+        count = self.check(batch, what)
 
         def filled(path: str, leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
             if isinstance(leaf, jax.Array):

@@ -74,7 +74,9 @@ def output_folder(given: str | Path) -> Path:
             "Give another name, or move the file away."
         )
     if not os.access(there, os.W_OK | os.X_OK):
-        raise errors.checkpoint_not_written(str(directory), f"no permission to write in {there}")
+        read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+        reason = "the file system is read-only at" if read_only else "no permission to write in"
+        raise errors.checkpoint_not_written(str(directory), f"{reason} {there}")
     return directory
 
 
