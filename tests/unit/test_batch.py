@@ -405,6 +405,10 @@ MISTAKEN = [
     ({"n": np.zeros(2, [("a", "f4")])}, "which no device can hold. Give each field of a"),
     (np.array(["a", "b"]), "the batch has dtype <U1, which no device can hold."),
     (
+        {"n": np.ma.masked_greater(np.array([1.0, 2.0], np.float32), 1)},
+        "batch[n] is a masked array, and no device has its mask: fill in what is masked",
+    ),
+    (
         {"n": np.ones(2, jnp.uint4)},
         "batch[n] has dtype uint4, and JAX gives no arrays of less than a byte",
     ),

@@ -33,9 +33,9 @@ TASK, OPTIMIZER = models.mlp_task(), models.optimizer()  # programs are compiled
 PLAN = px.Plan(data=2, microbatches=2)
 
 
-def fit(data=ROWS, **options):
+def fit(data=ROWS, task=TASK, **options):
     options = {"plan": PLAN, "epochs": 3, "batch_size": 16, "progress": False, **options}
-    return px.fit(TASK, OPTIMIZER, data, **options)
+    return px.fit(task, OPTIMIZER, data, **options)
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +250,23 @@ def test_a_nan_in_the_data_is_skipped_counted_and_said(resident):
     assert [row["skipped"] for row in result.history] == [1, 1, 1]
     assert all(np.isfinite(row["loss"]) for row in result.history)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.params))
+
+
+@pytest.mark.parametrize("plan", [PLAN, px.Plan(chunk=1, batch_dim="minor")], ids=["data", "minor"])
+def test_a_batch_without_weight_freezes_no_member(plan):
+    """It is left out as of the network alone, of which the warning says why."""
+    rows = {**ROWS, "w": (np.arange(50) >= 16).astype(np.float32)}
+    options = {"shuffle": False, "resident": False, "epochs": 2}
+    task = models.mlp_task(weights=True)
+    result = fit(rows, task=task, members=px.Members(2), plan=plan, **options)
+    assert result.state.skipped.tolist() == [0, 0]
+    with pytest.warns(NonFiniteWarning, match="weights of all examples of a step were zero"):
+        alone = fit(rows, task=task, seed=1, **options)
+    assert int(alone.state.skipped) == 2
+    member = px.ensemble.export_member(result.state, 1).params
+    assert models.max_rel_error(jax.device_get(member), jax.device_get(alone.state.params)) < 1e-5
+    for now, before in zip(result.history, alone.history, strict=True):
+        assert now["members"]["loss"][1] == pytest.approx(before["loss"], rel=1e-5)
 
 
 def classify(logits=4, learning_rate=0.1, **columns):

@@ -112,6 +112,8 @@ class Placement:
             raise errors.batch_mismatch(
                 tree.describe(self.like, batch_dim=True), tree.describe(batch), what
             )
+        for path, leaf in zip(self._paths, leaves, strict=True):
+            _check_mask(path, leaf)
         sizes = {np.shape(leaf)[0] for leaf in leaves}
         # This runs in every step, so it compares sizes only; `leading_dim` formats paths for
         # errors.
@@ -389,6 +391,7 @@ def leading_dim(batch: PyTree) -> int:
                 f"batch[{path}] is a scalar; every array of a batch needs the batch as its leading "
                 "dim. Close over constants in the loss instead."
             )
+        _check_mask(path, leaf)
         sizes[path] = leaf.shape[0] if hasattr(leaf, "shape") else len(leaf)
     if not sizes or 0 in sizes.values():
         raise errors.batch_is_empty()
@@ -398,6 +401,16 @@ def leading_dim(batch: PyTree) -> int:
             f"the arrays of a batch must have the same leading dim; given {listed}."
         )
     return next(iter(sizes.values()))
+
+
+def _check_mask(path: str, leaf: Any) -> None:
+    """Raise `BatchError` for a NumPy array whose mask hides values, which devices would see."""
+    if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
+        raise errors.BatchError(
+            f"{f'batch[{path}]' if path else 'the batch'} is a masked array, and no device has its "
+            "mask: fill in what is masked, x.filled(0), and give ~np.ma.getmaskarray(x) beside it, "
+            "for the loss to weigh by."
+        )
 
 
 def _lists(batch: PyTree) -> dict[str, list[Any]]:

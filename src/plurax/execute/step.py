@@ -218,6 +218,8 @@ def make_apply(
             chosen = jax.lax.cond(finite, updated, lambda: old)
         params, opt_state, model_state = chosen
         skipped = 1 - finite.astype(jnp.int32)
+        if freeze:
+            skipped = jnp.where(sums.weight == 0, 0, skipped)
         metrics = {
             "loss": loss,
             **{name: value * scale for name, value in sums.metrics.items()},

@@ -37,6 +37,10 @@ COUNTS = ("weight", "examples", "skipped")
 FETCH_AFTER = 2
 """Calls whose metrics may still be computing while the next call is dispatched."""
 
+WEIGHTLESS = (
+    "The weights of all examples of a step were zero, which has no mean: mix them with others."
+)
+
 
 class EpochMetrics(abc.ABC):
     """Sums of metrics over an epoch's steps; a skipped step adds to `skipped` only.
@@ -54,6 +58,7 @@ class EpochMetrics(abc.ABC):
         self.seconds: float = saved.get("seconds", 0.0)
         self.untimed: int = saved.get("untimed", 0)
         self.timed_steps: int = saved.get("timed_steps", 0)
+        self.weightless = False
         self._since: float | None = None
         self.untimed_seconds: float = saved.get("untimed_seconds", 0.0)
         self._waiting: deque[StepOutput] = deque()
@@ -117,9 +122,10 @@ class EpochMetrics(abc.ABC):
         self.weight = _added(self.weight, weight)
         self.examples += int(metrics["examples"].sum())
         self.skipped = self.skipped + (~ok).sum(-1)
+        self.weightless |= bool((metrics["weight"] == 0).any())
         for name, values in metrics.items():
             if name not in COUNTS:
-                kept = np.where(ok, values, 0.0).astype(np.float64)
+                kept = np.where(weight == 0, 0.0, values).astype(np.float64)
                 self.sums[name] = _added(self.sums.get(name, 0.0), weight * kept)
 
     def _count_step(self, metrics: dict[str, float]) -> None:
@@ -133,6 +139,7 @@ class EpochMetrics(abc.ABC):
         self.weight = self.weight + weight
         self.examples += int(metrics["examples"])
         self.skipped = self.skipped + (not ok)
+        self.weightless |= metrics["weight"] == 0
         for name, value in metrics.items():
             if name not in COUNTS:
                 self.sums[name] = self.sums.get(name, 0.0) + (weight * value if ok else 0.0)
@@ -242,7 +249,8 @@ class NetworkMetrics(EpochMetrics):
         """Warn at the first skipped update of a run; the rows of its epochs have the counts."""
         if self.skipped and not self._warned:
             self._warned = True
-            cause = why(self.means().get("grad_norm", math.nan)) or (
+            cause = WEIGHTLESS if self.weightless else why(self.means().get("grad_norm", math.nan))
+            cause = cause or (
                 "A smaller learning rate or optax.clip_by_global_norm may help; a NaN in the data "
                 "will come again."
             )
