@@ -108,6 +108,7 @@ def test_heads_are_exchanged_for_tokens(stream):
     assert moved(program.collectives()) == expected == moved(program.planned_collectives())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("count", "rest"), [(4, "gather"), (4, "ring"), (6, "ring"), (8, "gather")]
 )

@@ -498,6 +498,7 @@ def test_members_equal_those_by_equations():
 WHOLE = "is computed with all tokens on each device, because"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("attention", "devices", "reason"),
     [

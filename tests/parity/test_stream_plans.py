@@ -241,6 +241,7 @@ def test_no_array_of_queries_by_keys_is_in_the_compiled_step(remat):
     assert streamed.memory().temporaries < program.memory().temporaries / 2
 
 
+@pytest.mark.ci
 def test_members_hold_no_such_array_and_send_keys_around():
     """Their tasks are made one by one, in the step."""
     batch = {"x": jnp.ones((4, TOKENS, 8), "float32")}

@@ -311,6 +311,7 @@ def test_a_coupled_loss_is_that_of_each_microbatch(x64):
     assert abs(metrics["loss"] - by_hand("mixture")[0][0]) > 1e-2
 
 
+@pytest.mark.ci
 def test_members_each_have_their_own(x64):
     plans = [px.Plan(), px.Plan(microbatches=4), px.Plan(member=2, data=2, microbatches=2)]
     values = []
@@ -367,6 +368,7 @@ def test_estimates_count_three_passes_by_the_schedule():
     assert 1.2 < whole.product_flops / other.product_flops < 1.4
 
 
+@pytest.mark.ci
 def test_low_precision_is_verified():
     plan = px.Plan(data=2, microbatches=4, precision="bfloat16")
     rows = jax.tree.map(np.float32, ROWS)

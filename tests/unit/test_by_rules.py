@@ -272,6 +272,7 @@ def test_dims_of_parameters_that_are_tokens():
     assert not tokens_of_parameters(task, batch, Plan())
 
 
+@pytest.mark.ci
 def test_tokens_that_context_splits_are_not_split_again():
     """To the graph of all tokens a split of positions is one of all that is computed of them."""
     task, batch = with_positions(), models.text(32)

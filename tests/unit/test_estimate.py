@@ -394,6 +394,7 @@ def test_heads_are_faster_than_gathered_keys_on_more_than_one_and_groups_devices
     assert (exchanged < gathered * 0.999) == (devices > 1 + groups)
 
 
+@pytest.mark.ci
 def test_heads_that_are_exchanged_within_a_node_use_its_links():
     """Two nodes of eight: neighbours exchange heads, and keys go from node to node, while devices
     compute. With half of the rate between nodes only the sum of the gradients takes longer."""

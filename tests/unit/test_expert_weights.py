@@ -145,6 +145,7 @@ def found(**options):
         return px.search(task, optax.adam(1e-3), batch, machine, evaluations=8, **options)
 
 
+@pytest.mark.ci
 def test_a_search_sends_rows_where_that_is_fastest():
     sent, kept = found(), found(pinned=px.Plan(shardings={"up": (None, None, None)}))
     assert sent.best.splits_experts

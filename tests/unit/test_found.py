@@ -19,6 +19,7 @@ from plurax.planner.found import Ranked
 from plurax.planner.tensor_search import TensorSearch
 from plurax.strategies import Strategies
 from plurax.trace.clock import Seconds
+from plurax.tree import named_leaves
 
 SLOW = px.Machine("slow products", {"float32": 1e9}, 1e9, 1e12, [Level("node", 4, 1e12)])
 STACK, TEXT = models.transformer_stack(depth=3), models.text(8)
@@ -130,7 +131,7 @@ def test_what_is_not_split_is_compared_with_plans_that_split():
 
 
 def test_an_unknown_parameter_is_told_which_there_are(found):
-    paths = list(found.shardings.sharded(found.best).shardings)
+    paths = named_leaves(jax.eval_shape(STACK.init, jax.random.key(0)))
     with pytest.raises(px.errors.PlanError) as it:
         found.explain("nope")
     assert all(path in str(it.value) for path in paths)

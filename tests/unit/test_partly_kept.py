@@ -128,6 +128,7 @@ def attention(depth=2, width=1024, tokens=512):
     return px.Task(init=init, loss=loss), batch
 
 
+@pytest.mark.ci
 def test_a_search_finds_a_share_that_is_faster_than_each_policy():
     task, batch = attention()
     machine = px.Machine.preset("8xTPU-v5e")

@@ -316,6 +316,7 @@ def test_attention_is_computed_in_blocks_where_it_fits_and_is_faster_so(tokens):
     assert found.ranked[0].seconds < whole.ranked[0].seconds
 
 
+@pytest.mark.ci
 def test_attention_stays_as_it_is_written_where_blocks_are_slower():
     """Two plans are estimated in blocks, and no others are searched."""
     task, optimizer = models.attention_task(64, 4), optax.sgd(0.1)
@@ -330,6 +331,7 @@ def test_attention_stays_as_it_is_written_where_blocks_are_slower():
     assert whole.estimated(blocks).seconds > whole.ranked[0].seconds
 
 
+@pytest.mark.ci
 def test_tokens_of_fewer_rows_than_devices_are_split_though_they_fit():
     """Attention is as it is written, and no plan of one row on four devices is faster."""
     task, optimizer = models.attention_task(64, 4), optax.sgd(0.1)

@@ -200,6 +200,7 @@ def test_parts_that_differ_are_cut_where_that_is_fastest(widths, precision):
     assert found.ranked[0].seconds <= 1.005 * min(seconds) < 0.95 * seconds[3]
 
 
+@pytest.mark.ci
 def test_the_slowest_stage_decides_what_is_split():
     """Stages of four parts: to split all of both is faster than what adds up to the least."""
     task, batch = networks.uneven_parts((1024, 1024, 4096, 4096, 1024, 1024, 8192, 1024))
