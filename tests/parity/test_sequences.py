@@ -71,6 +71,8 @@ MIXERS = {
     "token shift": token_shift,
     "roll": lambda p, x: jnp.roll(x, 1, axis=1),
     "joined": lambda p, x: jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], 1),
+    "first token": lambda p, x: x + x[:, 0][:, None],
+    "last token": lambda p, x: x + x[:, -1][:, None],
 }
 
 
@@ -217,6 +219,14 @@ SENT = {
 def test_what_a_mixer_of_tokens_sends(mixer):
     program = program_of(mixer, px.Plan(context=4, stream=4))
     assert over_tokens(program) == SENT[mixer]
+
+
+@pytest.mark.parametrize("mixer", ["first token", "last token"])
+def test_one_token_is_added_up(mixer):
+    """Its device has it, the others zeros; backward what all devices have of its cotangent."""
+    program = program_of(mixer, px.Plan(context=4, stream=4))
+    assert over_tokens(program) == {}
+    assert over_tokens(program, ["all-reduce"])["all-reduce"] >= 2 * COLUMN
 
 
 @pytest.mark.ci

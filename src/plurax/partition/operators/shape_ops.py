@@ -12,6 +12,7 @@ if the dim is the major one of those it is merged with, or is split into.
     reshape (96) -> (8, 12)            (tensor)              (tensor, None)
     transpose (8, 12) -> (12, 8)       (tensor, None)        (None, tensor)
     squeeze (8, 1) -> (8)              (tensor, None)        (tensor)
+    squeeze (8, 1) -> (8)              (None, tensor)        (None), partial over tensor
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
@@ -36,6 +38,7 @@ from plurax.partition.operators.common import (
     with_replicated,
     with_rows_split,
 )
+from plurax.partition.operators.elementwise import only_real
 from plurax.partition.operators.share_exchange import of_parts
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import (
@@ -236,12 +239,24 @@ def _permuted(sharding: TensorSharding, order: Sequence[int]) -> TensorSharding:
 
 
 def squeeze(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
-    """Remove dims of size 1."""
-    gone = [d % len(inputs[0].shape) for d in eqn.params["dimensions"]]
-    operand = _linear(context, eqn, inputs, gone)
-    dims = tuple(e for d, e in enumerate(operand.sharding.dims) if d not in gone)
-    sharding = TensorSharding(dims, operand.sharding.partial)
-    return decided(context, eqn, inputs, [operand], sharding)
+    """Remove dims of size 1. Of a split one a device has the entry: it becomes a partial sum."""
+    versions, shape = inputs[0], inputs[0].shape
+    have = maybe_partial(context, eqn.invars[0], versions)
+    gone = [d % len(shape) for d in eqn.params["dimensions"]]
+    sums = jnp.issubdtype(versions.dtype, jnp.number) and not versions.is_param
+    summed = [d for d in gone if sums and have.dims[d] and "data" not in have.dims[d]]
+    operand = with_replicated(versions, have, [d for d in gone if d not in summed])
+    split = operand.sharding
+    dims = tuple(e for d, e in enumerate(split.dims) if d not in gone)
+    sharding = TensorSharding(dims, split.partial | {a for d in summed for a in split.dims[d]})
+    decision = decided(context, eqn, inputs, [operand], sharding)
+
+    def execute(array: Array) -> Sequence[Array]:
+        for d in summed:
+            array = only_real(context.axes, split, shape, array, d)
+        return decision.execute(array)
+
+    return dataclasses.replace(decision, execute=execute)
 
 
 def dynamic_slice(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
