@@ -110,6 +110,7 @@ if attempt == 0:
     [
         (["--processes", "2"], "say after -- what each process runs: a command of plurax"),
         (["--", "fly"], "what each process runs is a path that ends in .py, or a command"),
+        (["--", "plurax", "train", "small.py"], "verify, machine. Leave plurax out."),
         (["--", "gone.py"], "plurax launch -- gone.py: there is no such file."),
         (["--processes", "0", "--", "train"], "--processes 0: give a number of at least 1."),
         (["--stop-seconds", "-1", "--", "train"], "--stop-seconds -1.0: give a number of at least"),

@@ -217,8 +217,9 @@ def program(arguments: Sequence[str]) -> tuple[str, ...]:
         return (sys.executable, *arguments)
     commands = [command.name for command in COMMANDS if command.gangs]
     if name not in commands:
+        hint = " Leave plurax out." if name == "plurax" else errors.did_you_mean(name, commands)
         raise errors.ExperimentError(
             f"plurax launch -- {name}: what each process runs is a path that ends in .py, or a "
-            f"command of plurax: {', '.join(commands)}.{errors.did_you_mean(name, commands)}"
+            f"command of plurax: {', '.join(commands)}.{hint}"
         )
     return (sys.executable, "-m", "plurax.cli", *arguments)
