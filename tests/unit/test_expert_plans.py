@@ -266,6 +266,50 @@ def test_data_parallelism_alone_is_no_faster_where_bounds_count_what_is_fused():
     assert found.ranked[0].seconds <= plain.seconds
 
 
+def u_net(width, depth):
+    """Convolutions down to an eighth of the image and up again, beside what was on the way down."""
+    widths = [width * 2**level for level in range(depth)]
+
+    def conv(x, kernel, stride=1):
+        dims = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x, kernel, (stride, stride), "SAME", dimension_numbers=dims
+        )
+
+    def init(key):
+        params = {"in": jnp.zeros((3, 3, 3, width)), "out": jnp.zeros((1, 1, width, 2))}
+        params |= {f"at{n}": jnp.zeros((3, 3, here, here)) for n, here in enumerate(widths)}
+        for n, (here, below) in enumerate(itertools.pairwise(widths)):
+            params[f"down{n}"] = jnp.zeros((3, 3, here, below))
+            params[f"up{n}"] = jnp.zeros((3, 3, here + below, here))
+        return params
+
+    def loss(params, batch, keys):
+        x, beside = conv(batch["x"], params["in"]), []
+        for n in range(depth):
+            x = jax.nn.silu(conv(x, params[f"at{n}"]))
+            if n < depth - 1:
+                beside.append(x)
+                x = conv(x, params[f"down{n}"], 2)
+        for n in reversed(range(depth - 1)):
+            x = jnp.concatenate([jnp.repeat(jnp.repeat(x, 2, 1), 2, 2), beside[n]], -1)
+            x = jax.nn.silu(conv(x, params[f"up{n}"]))
+        return jnp.mean((conv(x, params["out"]) - batch["y"]) ** 2, (1, 2, 3))
+
+    return px.Task(init=init, loss=loss)
+
+
+@pytest.mark.ci
+def test_data_parallelism_alone_is_no_faster_where_more_is_expected_of_it():
+    """Of a U-Net `zero=1` comes first. What is expected of `data=4` is more, its bound is less."""
+    task, optimizer = allowed(u_net(64, 4)), optax.adam(1e-3)
+    shapes = {"x": (64, 128, 128, 3), "y": (64, 128, 128, 2)}
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    found = px.search(task, optimizer, batch, MACHINES["a node"])
+    plain = px.estimate(task, optimizer, px.Plan(data=4), batch, MACHINES["a node"])
+    assert found.ranked[0].seconds <= plain.seconds
+
+
 @pytest.mark.ci
 def test_plans_that_are_nearly_as_fast_get_the_faster_of_two_solutions():
     """`tensor=4` is the faster one as both are solved first, `tensor=2` with columns split."""

@@ -97,7 +97,7 @@ def aligned(
         own += parts.get(label, [(label, size)]) if size > 1 else [(label, size)]
     array = array.reshape([size for _, size in own])
     wanted = [parts.get(label, [(label, 1)]) for label in target]
-    flat = [label for one in wanted for label, _ in one]
+    flat = [label for inner in wanted for label, _ in inner]
     kept = [d for d, (label, _) in enumerate(own) if label in flat]
     array = jnp.squeeze(array, tuple(d for d in range(array.ndim) if d not in kept))
     places = [flat.index(own[d][0]) for d in kept]
@@ -107,10 +107,10 @@ def aligned(
         shape[places[index]] = array.shape[index]
     array = array.transpose(order).reshape(shape)
     joined, end = [], 0
-    for one in wanted:
-        end += len(one)
-        sizes = shape[end - len(one) : end]
-        if len(one) > 1 and max(sizes) > 1:
-            sizes = shape[end - len(one) : end] = [size for _, size in one]
+    for inner in wanted:
+        end += len(inner)
+        sizes = shape[end - len(inner) : end]
+        if len(inner) > 1 and max(sizes) > 1:
+            sizes = shape[end - len(inner) : end] = [size for _, size in inner]
         joined.append(math.prod(sizes))
     return jnp.broadcast_to(array, shape).reshape(joined)

@@ -38,9 +38,8 @@ BESIDE = 3
 """Plans that are tried beside the best one."""
 
 Step = Literal["solution", "estimate", "second", "share", "beside", "look"]
-"""What is done for a candidate. Solutions of shardings over `tensor` and estimates, also those of
-second solutions, of a share of products and of plans beside the best one, are evaluations, for each
-of which the step is traced; a look takes what is known of a solution."""
+"""What is done for a candidate. All are evaluations, for each of which the step is traced, but a
+look, which takes what is known of a solution."""
 
 
 @final

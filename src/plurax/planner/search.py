@@ -343,9 +343,11 @@ class _Search:
         return self._effort.spent > before
 
     def _may_be_faster(self, least: float, candidate: CandidatePlan) -> bool:
-        """Whether a candidate may be faster than the best, by its bound or what is expected."""
-        if least < _WORTH * self._best or self._step(candidate, None) != "look":
-            return least < _WORTH * self._best
+        """Whether a candidate may be faster than the best, by its bound or what is expected, which
+        of data parallelism alone may be too much."""
+        plain = is_plain(candidate.sizes) and self._least(candidate) < self._best
+        if plain or least < _WORTH * self._best or self._step(candidate, None) != "look":
+            return plain or least < _WORTH * self._best
         result = self._computed(candidate)
         return result is not None and self._learned.seconds(candidate.plan, result) < self._best
 
