@@ -221,6 +221,9 @@ def test_callbacks_begin_anew_in_each_bucket():
     message = r"the callback EarlyStopping follows one run at a time, and num_parallel=2 buckets"
     with pytest.raises(px.errors.TaskError, match=message):
         px.sweep(make_task, adam, ROWS, shapes=shapes, num_parallel=2, **options, **stops)
+    options |= {"plan": px.Plan(member=4), "callbacks": stops["callbacks"][0]}
+    with pytest.raises(px.errors.TaskError, match="are a EarlyStopping; write a list"):
+        px.sweep(make_task, adam, ROWS, shapes=shapes, num_parallel=2, **options)
 
 
 def test_a_sweep_that_is_all_frozen():

@@ -30,6 +30,7 @@ from plurax.disk import replacing
 from plurax.distributed.global_arrays import fetch, is_primary, process_count
 from plurax.ensemble.select import export_member
 from plurax.execute.population import HyperFn
+from plurax.loop.hook import StateHook
 from plurax.members import Grid, Hyper, Members
 from plurax.plan import Plan
 from plurax.progress.console_progress import new_console
@@ -239,14 +240,13 @@ def sweep(
     return table
 
 
-def _check_callbacks(callbacks: Sequence[Any], num_parallel: int) -> None:
-    """Raise `TaskError` for a callback that would follow several runs at once."""
-    for callback in callbacks:
-        if hasattr(callback, "get_state"):
+def _check_callbacks(callbacks: Any, num_parallel: int) -> None:
+    """Raise `TaskError` for a callback that would follow several runs; `fit` checks all others."""
+    for callback in callbacks if isinstance(callbacks, Sequence) else ():
+        if isinstance(callback, StateHook) and not isinstance(callback, type):
             raise errors.TaskError(
                 f"the callback {type(callback).__name__} follows one run at a time, and "
-                f"num_parallel={num_parallel} buckets of the sweep train at once. Leave "
-                "num_parallel out: then each bucket begins anew with it."
+                f"num_parallel={num_parallel} buckets train at once. Leave num_parallel out."
             )
 
 
