@@ -132,9 +132,14 @@ def groups_of_heads_joined(p, q, k, v):
 
 
 def heads_taken_apart(p, q, k, v):
-    """Heads that are groups for the softmax alone, in other sizes, and rows and heads joined."""
+    """Heads that are groups for the softmax alone, in other sizes, and rows and heads joined.
+
+    XLA computes the scores twice here, and its derivative of their maximum, which finds no place
+    in both, is NaN as written.
+    """
     s = (scores(q, k) + p["bias"][None]).reshape(B * N, T, S)
-    weights = jnp.exp(s - s.max(-1, keepdims=True)).reshape(B, 2, 2, T, S)
+    largest = jax.lax.stop_gradient(s.max(-1, keepdims=True))
+    weights = jnp.exp(s - largest).reshape(B, 2, 2, T, S)
     weights = weights / weights.sum(-1, keepdims=True)
     return summed(weights.reshape(B, N, T, S), v)
 
