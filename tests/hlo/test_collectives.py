@@ -116,6 +116,15 @@ ASYNCHRONOUS = {
         "f32[128]{0} all-reduce-start(%p), replica_groups={{0,4},{1,5},{2,6},{3,7}}",
         ("data",), 512, 2,
     ),
+    "all-reduce, since JAX 0.11": (
+        "((f32[128]{0}), f32[128]{0}) all-reduce-start(%p), "
+        "replica_groups={{0,4},{1,5},{2,6},{3,7}}, output_to_operand_aliasing={{1}: (0, {})}",
+        ("data",), 512, 2,
+    ),
+    "all-reduce of two, since JAX 0.11": (
+        "((f32[128], bf16[8]), (f32[128], bf16[8])) all-reduce-start(%p, %q), "
+        "replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("data",), 528, 2,
+    ),
     "collective-permute": (
         "(f32[128], f32[128], u32[], u32[]) collective-permute-start(%p), "
         "source_target_pairs={{0,1},{1,0}}", ("tensor",), 512, 4,

@@ -352,7 +352,16 @@ def test_values_are_held_from_where_they_are_computed_to_their_last_reader():
     assert held(body) == {"a": 1, "b": 1, "d": 1}  # results have memory of their own
 
 
-def test_what_a_loop_carries_stays_where_it_is_and_its_body_holds_more():
+FUSIONS = {
+    "at once": "  %stack = {} fusion(%s, %row), kind=kLoop, calls=%update",
+    "asynchronous": """
+  %start = (({}, f32[1,512]), {}, u32[]) fusion-start(%s, %row), kind=kLoop, calls=%update
+  %stack = {} fusion-done(%start)""",
+}
+
+
+@pytest.mark.parametrize("name", FUSIONS)
+def test_what_a_loop_carries_stays_where_it_is_and_its_body_holds_more(name):
     computations = f"""
 %update (p: f32[512,512], q: f32[1,512]) -> f32[512,512] {{
   %p = {MIB} parameter(0)
@@ -365,7 +374,7 @@ def test_what_a_loop_carries_stays_where_it_is_and_its_body_holds_more():
   %s = {MIB} get-tuple-element(%t), index=1
   %wide = f32[1024,512]{{1,0}} dot(%c, %c)
   %row = f32[1,512]{{1,0}} slice(%wide)
-  %stack = {MIB} fusion(%s, %row), kind=kLoop, calls=%update
+{FUSIONS[name].replace("{}", MIB)}
   ROOT %out = ({MIB}, {MIB}) tuple(%c, %stack)
 }}"""
     body = f"""
@@ -377,6 +386,16 @@ def test_what_a_loop_carries_stays_where_it_is_and_its_body_holds_more():
   ROOT %r = f32[] reduce(%stack)"""
     row = 512 * 4 / 2**20
     assert held(body, "f32[]", computations) == {"c": 1, "s": 1, "wide": 2, "row": row}
+
+
+def test_what_is_reduced_in_place_takes_the_memory_of_the_operand():
+    """As JAX 0.11 writes it for a GPU; before, the result had memory of its own."""
+    body = f"""
+  %a = {MIB} dot(%x, %x)
+  %s = (({MIB}), {MIB}) all-reduce-start(%a), output_to_operand_aliasing={{{{1}}: (0, {{}})}}
+  %b = {MIB} all-reduce-done(%s)
+  ROOT %l = f32[] reduce(%b)"""
+    assert held(body, "f32[]") == {"a": 1}
 
 
 def test_what_is_computed_by_element_takes_the_memory_of_an_operand():

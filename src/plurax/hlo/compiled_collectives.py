@@ -45,7 +45,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from plurax.collective import Collective, ring_bytes_sent
-from plurax.hlo.text import Instruction, Module, parse, parts_of, type_bytes
+from plurax.hlo.text import Instruction, Module, parse, result_of, type_bytes
 
 KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -234,17 +234,6 @@ def sent_by(
     equivalent = "reduce-scatter" if kept else None
     sent = ring_bytes_sent(equivalent or kind, size, devices)
     return Sent(kind, axes, size, sent, equivalent)
-
-
-def result_of(instruction: Instruction) -> str:
-    """Return the type of a collective's result; of an asynchronous start, what its done returns.
-
-    For an all-reduce that is the whole type; the others are tuples with the operands first:
-    `(f32[16], f32[64]) all-gather-start`, `((f32[8]), f32[2], u32[]) reduce-scatter-start`.
-    """
-    if instruction.opcode == "all-reduce-start" or not instruction.opcode.endswith("-start"):
-        return instruction.type
-    return parts_of(instruction.type)[1]
 
 
 def _kept_slice(

@@ -24,7 +24,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
-from plurax.hlo.text import Instruction, Module, padded_bytes, typed_parts_of
+from plurax.hlo.text import Instruction, Module, padded_bytes, parts_of, result_of
 
 _IN_PLACE = frozenset([
     "async-update", "bitcast", "dynamic-update-slice", "opt-barrier", "while",
@@ -164,23 +164,13 @@ def _run(
     if opcode in _IN_PLACE and operands:
         return inside, operands[0]
     if opcode.endswith("-start"):
-        return inside, _started(instruction, operands)
+        if "output_to_operand_aliasing" in instruction.attributes:  # it reduces them in place
+            return inside, (operands[0] if len(operands) == 1 else tuple(operands), *operands)
+        updated = _updated(module, instruction, operands)
+        return inside, (_allocate(instruction, result_of(instruction), updated), *operands)
     if opcode.endswith("-done"):
         return inside, operands[0][0] if isinstance(operands[0], tuple) else operands[0]
     return inside, _allocate(instruction, instruction.type, _updated(module, instruction, operands))
-
-
-def _started(instruction: Instruction, operands: Sequence[Memory]) -> Memory:
-    """Return where the result of what starts here will be, in front of what it reads.
-
-    A copy is a tuple of its result, its operand and a context; others but an all-reduce, which is
-    its result, have their operands first.
-    """
-    parts = typed_parts_of(instruction.type)
-    if len(parts) == 1 or instruction.opcode == "all-reduce-start":
-        return _allocate(instruction, instruction.type)
-    result = parts[0] if instruction.opcode == "copy-start" else parts[1]
-    return _allocate(instruction, result), *operands
 
 
 def _updated(
@@ -190,7 +180,7 @@ def _updated(
 
     It does that where it ends with a `dynamic-update-slice` of one of its operands.
     """
-    if instruction.opcode != "fusion":
+    if instruction.opcode not in ("fusion", "fusion-start"):
         return ()
     computation = module.computations.get(next(instruction.called(), ""), ())
     by_name = {one.name: one for one in computation}
@@ -216,7 +206,7 @@ def _allocate(instruction: Instruction, kind: str, updated: Sequence[Memory] = (
         if updated and updated[0] is not None:
             return updated[0]
         return LiveValue(size, kind, instruction) if size else None
-    parts = typed_parts_of(kind)
+    parts = parts_of(kind)
     owners = updated if len(updated) == len(parts) else [None] * len(parts)
     return tuple(
         _allocate(instruction, part) if owner is None else owner

@@ -276,18 +276,9 @@ def dims_of(text: str) -> tuple[int, ...]:
 
 
 def parts_of(text: str) -> list[str]:
-    """Return the types of a tuple's parts, layouts left out; of another type itself.
-
-    >>> parts_of("((f32[8]{0}), f32[2]{0:T(8,128)}, u32[])")
-    ['(f32[8])', 'f32[2]', 'u32[]']
-    """
-    return typed_parts_of(re.sub(r"\{[^{}]*\}", "", text))
-
-
-def typed_parts_of(text: str) -> list[str]:
     """Return the types of a tuple's parts with their layouts; of another type itself.
 
-    >>> typed_parts_of("((f32[8]{0}), /*index=1*/f32[2,3]{1,0:T(8,128)}, u32[])")
+    >>> parts_of("((f32[8]{0}), /*index=1*/f32[2,3]{1,0:T(8,128)}, u32[])")
     ['(f32[8]{0})', 'f32[2,3]{1,0:T(8,128)}', 'u32[]']
     """
     plain = re.sub(r"/\*.*?\*/", "", text).strip()
@@ -301,6 +292,21 @@ def typed_parts_of(text: str) -> list[str]:
         else:
             parts[-1] += letter
     return [part.strip() for part in parts]
+
+
+def result_of(instruction: Instruction) -> str:
+    """Return the type of an instruction's result; of an asynchronous start, what its done returns.
+
+    A start's type is a tuple with the operands first: `(f32[16], f32[64]) all-gather-start`,
+    `((f32[8]), f32[2], u32[]) reduce-scatter-start`. A copy has its result first. An all-reduce has
+    nothing else until JAX 0.10, since 0.11 it is `((f32[8]), f32[8]) all-reduce-start`.
+    """
+    parts = parts_of(instruction.type)
+    if not instruction.opcode.endswith("-start") or len(parts) == 1:
+        return instruction.type
+    if instruction.opcode == "all-reduce-start" and not parts[0].startswith("("):
+        return instruction.type
+    return parts[0] if instruction.opcode == "copy-start" else parts[1]
 
 
 def padded_bytes(text: str) -> int:
