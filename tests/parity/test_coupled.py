@@ -408,6 +408,41 @@ def test_model_state_of_several_stages(read, match):
         px.compile(counting(read), optimizer(), px.Plan(pipeline=2), models.data(8))
 
 
+def spectral(dtype=jnp.float64):
+    """The last stage divides its weights by their norm, which is kept and never read.
+
+    In the tree it stands before the vector that it is computed from and that is read.
+    """
+
+    def init(key):
+        first, second = jax.random.split(key)
+        params = [
+            jax.random.normal(first, (models.FEATURES, 6), dtype),
+            jax.random.normal(second, (6, models.CLASSES), dtype),
+        ]
+        return params, {"norm": jnp.ones((), dtype), "vector": jnp.ones(models.CLASSES, dtype)}
+
+    def loss(params, state, batch, keys, mask):
+        x = px.pipeline.stage_boundary(jnp.tanh(batch["x"] @ params[0]))
+        left = params[1] @ state["vector"]
+        right = left @ params[1]
+        vector = jax.lax.stop_gradient(right / jnp.linalg.norm(right))
+        norm = jnp.linalg.norm(params[1] @ vector)
+        entropy = optax.softmax_cross_entropy_with_integer_labels(
+            x @ (params[1] / norm), batch["y"]
+        )
+        return entropy, {}, {"norm": norm, "vector": vector}
+
+    return px.Task(init=init, loss=loss, coupled=True, stateful=True)
+
+
+def test_model_state_that_no_stage_reads(x64):
+    task, batch = spectral(), models.data(LARGEST, dtype=np.float64)
+    plan = px.Plan(pipeline=2, microbatches=2)
+    got = trained(task, batch, plan, (LARGEST, 10))
+    assert models.max_rel_error(got, by_hand(task, batch, (LARGEST, 10), 2)) < 1e-10
+
+
 def test_model_state_needs_forwards_in_order():
     lines = ["F0 F2 F1 B0 B1 B2", "F0 F2 F1 B0 B1 B2"]
     plan = px.Plan(pipeline=2, microbatches=3, schedule=lines)
