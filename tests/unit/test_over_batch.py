@@ -40,6 +40,16 @@ def test_such_a_loss_is_coupled_and_microbatches_do_not_change_it():
     assert px.Task(init, task.loss.__call__, coupled=True).couples_microbatches
 
 
+def test_an_output_may_have_no_numbers():
+    none = compiled(
+        lambda params, batch, keys: (outputs(params, batch, keys), batch["x"][:, :0]),
+        lambda found, batch, mask: spread(found[0], batch, mask) + found[1].sum(1),
+    )
+    _, metrics = none.step(none.init(0), ROWS)
+    plain = compiled()
+    assert metrics["loss"] == plain.step(plain.init(0), ROWS)[1]["loss"]
+
+
 @pytest.mark.parametrize(
     ("functions", "says"),
     [

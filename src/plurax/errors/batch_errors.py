@@ -4,7 +4,7 @@ from plurax.errors.kinds import BatchError
 
 
 def batch_is_empty() -> BatchError:
-    return BatchError("the batch has no arrays, or no examples; a step needs at least one example.")
+    return BatchError("the batch has no arrays, or no examples; at least one example is needed.")
 
 
 def batch_leaf_not_numbers(path: str, dtype: str, kind: str) -> BatchError:

@@ -249,25 +249,22 @@ class Cut:
 
         A parameter that two stages read would be stored on both of their devices.
         """
-        inputs = [self._stage_eqns(stage, self._writer)[2] for stage in range(self.stages)]
-        stage_of = {}
-        for eqn in self._jaxpr.eqns:
-            if eqn.effects and id(eqn) not in self._effects:
-                read = self._read_for(eqn.invars)
-                stage_of[id(eqn)] = max(range(self.stages), key=lambda at: len(read & inputs[at]))
-        return stage_of
+        others = [e for e in self._jaxpr.eqns if e.effects and id(e) not in self._effects]
+        return {id(eqn): self._nearest(eqn.invars, self._writer) for eqn in others}
 
-    def _read_for(self, results: Sequence[Any]) -> set[Any]:
-        """Return all variables that are read to compute some."""
-        before = needed(self._jaxpr.eqns, results, ())
-        return set(variables([*results, *(atom for eqn in before for atom in eqn.invars)]))
+    def _nearest(self, atoms: Sequence[Any], writer: Mapping[int, int]) -> int:
+        """Return the stage that writes or reads most of what some variables are computed from."""
+        before = needed(self._jaxpr.eqns, atoms, ())
+        read = set(variables([*atoms, *(atom for eqn in before for atom in eqn.invars)]))
+        owners = [at for leaf, at in writer.items() if self._states[leaf] in read]
+        inputs = [self._stage_eqns(stage, writer)[2] for stage in range(self.stages)]
+        return max(range(self.stages), key=lambda at: (owners.count(at), len(read & inputs[at])))
 
     def _writers(self) -> dict[int, int]:
         """Return for each leaf of model state that changes the stage that writes it.
 
         A new value that belongs to no stage (a step counter's) is computed in the stage that reads
-        the old one. If none does (of spectral norm the norm, which is kept to be seen), it is that
-        which writes the leaves that the value depends on, or else reads most of the same inputs.
+        the old one; if none does (the norm that spectral norm keeps), in that `_nearest` to it.
         """
         writer = {n: self._stage[a] for n, a in self._new.items() if _in(a, self._stage)}
         # To compute a leaf in a stage may make that stage read others: repeat until all are found.
@@ -278,14 +275,8 @@ class Cut:
                 for n in unassigned
             }
             known = {n: at for n, at in stage_of.items() if at is not None}
-            writer |= known or {unassigned[0]: self._nearest(unassigned[0], writer, read)}
+            writer |= known or {n: self._nearest([self._new[n]], writer) for n in unassigned[:1]}
         return writer
-
-    def _nearest(self, leaf: int, writer: Mapping[int, int], inputs: Sequence[set[Any]]) -> int:
-        """Return the stage with most of what the new value of a leaf is computed from."""
-        read = self._read_for([self._new[leaf]])
-        owners = [at for other, at in writer.items() if self._states[other] in read]
-        return max(range(self.stages), key=lambda at: (owners.count(at), len(read & inputs[at])))
 
     def _check_states(self, names: Sequence[str]) -> None:
         """Raise `PlanError` where another stage than its writer reads a leaf that changes."""

@@ -123,7 +123,7 @@ class ApartBackend(Backend):
         outputs = jax.lax.map(
             lambda part: predict(state.params, state.model_state, part), jax.tree.map(cut, rows)
         )
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
+        return jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), outputs)
 
     def _losses(
         self, model_state: PyTree, rows: Rows, outputs: PyTree

@@ -470,7 +470,7 @@ class PipelinedBackend(Backend):
             # Only the last stage has outputs; the other devices have zeros.
             outputs = broadcast_from_stage(run()["aux"])
             return jax.tree.unflatten(
-                run.vjps.aux_structure, [a.reshape(-1, *a.shape[2:]) for a in outputs]
+                run.vjps.aux_structure, [jax.lax.collapse(a, 0, 2) for a in outputs]
             )
 
         return local
