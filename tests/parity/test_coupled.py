@@ -408,7 +408,7 @@ def test_model_state_of_several_stages(read, match):
         px.compile(counting(read), optimizer(), px.Plan(pipeline=2), models.data(8))
 
 
-def spectral(dtype=jnp.float64):
+def spectral():
     """The last stage divides its weights by their norm, which is kept and never read.
 
     In the tree it stands before the vector that it is computed from and that is read.
@@ -417,10 +417,10 @@ def spectral(dtype=jnp.float64):
     def init(key):
         first, second = jax.random.split(key)
         params = [
-            jax.random.normal(first, (models.FEATURES, 6), dtype),
-            jax.random.normal(second, (6, models.CLASSES), dtype),
+            jax.random.normal(first, (models.FEATURES, 6), jnp.float64),
+            jax.random.normal(second, (6, models.CLASSES), jnp.float64),
         ]
-        return params, {"norm": jnp.ones((), dtype), "vector": jnp.ones(models.CLASSES, dtype)}
+        return params, {"norm": jnp.ones(()), "vector": jnp.ones(models.CLASSES)}
 
     def loss(params, state, batch, keys, mask):
         x = px.pipeline.stage_boundary(jnp.tanh(batch["x"] @ params[0]))

@@ -98,6 +98,18 @@ def test_steps_and_evaluations_without_weight(plan):
     assert np.isfinite(program.evaluate(state, [none, ROWS])["loss"])
 
 
+@EACH
+def test_a_loss_that_is_not_finite_counts_under_any_weight(plan):
+    """Zero times NaN is NaN."""
+    program = px.compile(line(weight=lambda batch: batch["w"]), optax.adam(0.1), plan, ROWS)
+    hidden = {**ROWS, "y": np.full_like(Y, 1), "w": np.ones_like(X)}
+    hidden["y"][2], hidden["w"][2] = np.nan, 0
+    state, metrics = program.step(program.init(), hidden)
+    assert (int(metrics["skipped"]), np.isnan(metrics["loss"])) == (1, True)
+    hidden["y"][2] = 1
+    assert int(program.step(state, hidden)[1]["skipped"]) == 0
+
+
 @pytest.mark.parametrize("members", [None, px.Members(2)])
 def test_skipped_steps_are_no_part_of_an_epochs_means(tmp_path, members):
     """The epoch's row is the mean over the steps that were taken, by their weights."""
